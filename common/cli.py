@@ -1,0 +1,246 @@
+"""Flags, the verifier's YAML, and the one-line errors every script ends with.
+
+Imported before torch, vllm or transformers, so that ``--help`` and a wrong flag
+answer at once. Values come from, in rising order: the flag's default, the YAML's
+``common`` section, the script's own section, the command line.
+"""
+
+import argparse
+import difflib
+import errno
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+SECTIONS = ("common", "regenerate", "prepare", "vocab", "extract", "train", "evaluate")
+
+# Keys of the YAML's `common` section: read by every script that has the flag.
+COMMON_KEYS = ("model_path", "max_seq_len", "seed", "trust_remote_code")
+
+
+class UserError(Exception):
+    """A mistake or fault the user can act on; its text is one line with the remedy."""
+
+
+class Interrupted(Exception):
+    """Raised at a safe point after SIGTERM or SIGINT; `code` is the exit status."""
+
+    def __init__(self, code: int, text: str):
+        super().__init__(text)
+        self.code = code
+
+
+def nearest(word: str, known: list[str]) -> str:
+    """Return `` (did you mean X?)`` for the most similar known word, or nothing."""
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def json_object(text: str | dict) -> dict:
+    """Argparse type of flags that take a JSON object (a mapping in the YAML)."""
+    if isinstance(text, dict):
+        return text
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as e:
+        raise argparse.ArgumentTypeError(f"not JSON: {e}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError("not a JSON object")
+    return value
+
+
+def positive_int(text: str) -> int:
+    """Argparse type: a whole number of at least 1."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return value
+
+
+class Parser(argparse.ArgumentParser):
+    """Argparse without abbreviations, whose error is a single last line."""
+
+    def __init__(self, section: str, doc: str | None):
+        prog = Path(sys.argv[0]).name
+        super().__init__(
+            prog=prog,
+            description=doc,
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        self.section = section
+        self.needed: list[str] = []
+        self.add_argument("--config", metavar="YAML", help="the verifier's YAML (configs/)")
+
+    def error(self, message: str) -> NoReturn:
+        print(f"see: python {self.prog} --help", file=sys.stderr)
+        print(f"error: {message}", file=sys.stderr)
+        sys.exit(2)
+
+    def need(self, *flags: str) -> None:
+        """Name the flags that must have a value from the YAML or the command line."""
+        self.needed += flags
+
+    def flags(self) -> dict[str, argparse.Action]:
+        return {a.dest: a for a in self._actions if a.option_strings and a.dest != "help"}
+
+    def add_common(self, *names: str) -> None:
+        """Add flags that mean the same in every script."""
+        texts: dict[str, dict[str, Any]] = {
+            "--model-path": dict(metavar="DIR", help="verifier: local folder or hub name"),
+            "--output-dir": dict(metavar="DIR", help="folder this stage writes"),
+            "--hidden-states": dict(metavar="DIR", help="folder written by 03"),
+            "--vocab-map": dict(metavar="DIR", help="folder written by 02"),
+            "--max-samples": dict(type=positive_int, metavar="N", help="use the first N samples"),
+            "--max-seq-len": dict(
+                type=positive_int, default=2048, metavar="TOKENS", help="longest sample, in tokens"
+            ),
+            "--seed": dict(type=int, default=0, help="seed of everything random"),
+            "--dry-run": dict(action="store_true", help="check everything, print the plan, stop"),
+            "--overwrite": dict(action="store_true", help="replace what the output folder holds"),
+            "--trust-remote-code": dict(
+                action="store_true", help="run Python code that ships with the verifier"
+            ),
+        }
+        for name in names:
+            if name == "--prepared-data":
+                self.add_argument(
+                    "--prepared-data",
+                    "--data-path",
+                    metavar="PATH",
+                    help="folder written by 01, or the tokenized_data.jsonl in it",
+                )
+            else:
+                self.add_argument(name, **texts[name])
+
+    def parse(self, argv: list[str] | None = None) -> argparse.Namespace:
+        """Merge YAML and command line; exits with 2 on anything unknown or missing."""
+        argv = sys.argv[1:] if argv is None else argv
+        peek = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        peek.add_argument("--config", nargs="?")
+        config = peek.parse_known_args(argv)[0].config
+        if config and not {"-h", "--help"} & set(argv):
+            self.set_defaults(**self.read_yaml(Path(config)))
+        args, unknown = self.parse_known_args(argv)
+        if unknown:
+            options = [o for a in self._actions for o in a.option_strings]
+            word = next((u for u in unknown if u.startswith("-")), unknown[0])
+            self.error(f"unknown flag {word}{nearest(word.split('=')[0], options)}")
+        for flag in self.needed:
+            if getattr(args, flag.lstrip("-").replace("-", "_")) is None:
+                key = flag.lstrip("-").replace("-", "_")
+                where = f"{config}: missing key {key}; " if config else ""
+                self.error(f"{where}{flag} is required (or `{key}:` in the YAML)")
+        return args
+
+    def read_yaml(self, path: Path) -> dict[str, Any]:
+        """Return the values of `common` and this script's section, checked as flags are."""
+        import yaml
+
+        try:
+            text = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except OSError as e:
+            self.error(f"--config {path}: {e.strerror}")
+        except (yaml.YAMLError, UnicodeDecodeError) as e:
+            self.error(f"{path}: not YAML: {' '.join(str(e).split())}")
+        if not isinstance(text, dict):
+            self.error(f"{path}: expected sections {', '.join(SECTIONS)}")
+        flags = self.flags()
+        values: dict[str, Any] = {}
+        for section, keys in text.items():
+            if section not in SECTIONS:
+                self.error(
+                    f"{path}: unknown section {section}{nearest(str(section), list(SECTIONS))}"
+                )
+            if keys is not None and not isinstance(keys, dict):
+                self.error(f"{path}: section {section} is not a mapping of keys to values")
+            if section not in ("common", self.section):
+                continue
+            known = list(COMMON_KEYS) if section == "common" else [f for f in flags]
+            for key, value in (keys or {}).items():
+                if key not in known:
+                    self.error(f"{path}: unknown key {section}.{key}{nearest(str(key), known)}")
+                if key in flags and value is not None:
+                    values[key] = self.convert(flags[key], value, f"{path}: {section}.{key}")
+        return values
+
+    def convert(self, action: argparse.Action, value: Any, where: str) -> Any:
+        """Give a YAML value the type that its flag would have."""
+        if isinstance(action, argparse.BooleanOptionalAction | argparse._StoreTrueAction):
+            if not isinstance(value, bool):
+                self.error(f"{where}: expected true or false, found {value!r}")
+            return value
+        many = action.nargs in ("+", "*") or isinstance(action, argparse._AppendAction)
+        if many != isinstance(value, list):
+            self.error(f"{where}: expected {'a list' if many else 'one value'}, found {value!r}")
+        kind: Callable = action.type if callable(action.type) else str
+        out = []
+        for item in value if many else [value]:
+            try:
+                item = kind(item if isinstance(item, dict) else str(item))
+            except (ValueError, argparse.ArgumentTypeError) as e:
+                self.error(f"{where}: {e}")
+            if action.choices is not None and item not in action.choices:
+                self.error(f"{where}: {item!r} is not one of {', '.join(map(str, action.choices))}")
+            out.append(item)
+        return out if many else out[0]
+
+
+def finish(status: int) -> NoReturn:
+    """Flush both streams and leave, with nothing printed by library threads after us."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def run(main: Callable[[], None]) -> NoReturn:
+    """Run a script's main and end with its result or a one-line error as the last line.
+
+    Exit status: 0 done, 1 a fault (UserError, I/O error, anything unexpected),
+    2 a wrong flag, 130 / 143 after SIGINT / SIGTERM.
+    """
+    try:
+        main()
+    except SystemExit as e:  # a wrong flag or --help
+        finish(e.code if isinstance(e.code, int) else 1)
+    except Interrupted as e:
+        report_error(f"interrupted: {e}")
+        finish(e.code)
+    except KeyboardInterrupt:
+        report_error("interrupted before any work was saved")
+        finish(130)
+    except UserError as e:
+        report_error(str(e))
+        finish(1)
+    except OSError as e:
+        report_error(os_error_text(e))
+        finish(1)
+    except Exception as e:  # noqa: BLE001 - a bug or a library fault: show all, then one line
+        traceback.print_exc()
+        report_error(f"{type(e).__name__}: {' '.join(str(e).split())[:500]}")
+        finish(1)
+    finish(0)
+
+
+def report_error(text: str) -> None:
+    sys.stdout.flush()
+    print(f"error: {' '.join(text.split())}", file=sys.stderr)
+
+
+def os_error_text(e: OSError) -> str:
+    """One line for an I/O error, with what to do about it."""
+    remedy = {
+        errno.ENOSPC: "free space or choose another --output-dir, then run the same command again",
+        errno.EDQUOT: "the disk quota is used up; free space, then run the same command again",
+        errno.EACCES: "check the folder's permissions or choose another --output-dir",
+        errno.EROFS: "the file system is read-only; choose another --output-dir",
+    }.get(e.errno or 0, "")
+    where = f"{e.filename}: " if e.filename else ""
+    return f"{where}{e.strerror or e}{'; ' + remedy if remedy else ''}"

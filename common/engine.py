@@ -1,0 +1,119 @@
+"""Starting and ending real vLLM in this process, the same way for every tool.
+
+Works with vLLM 0.26 to 0.33, CPU and CUDA builds. `prepare_environment` must run before
+vllm is imported.
+"""
+
+import contextlib
+import gc
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from common.cli import UserError
+from common.plan import MAX_SAMPLES_A_PASS
+from common.verifier import Verifier
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+ROOT = str(Path(__file__).resolve().parent.parent)
+CPU_KV_CACHE_GIB = "2"
+
+
+def prepare_environment(tp_size: int) -> None:
+    """Set what vLLM reads from the environment; a variable the user has set is left alone."""
+    # The engine core stays in this process: one planned unit then runs as one step,
+    # in the same layout every time, and start-up saves a process (at TP=1).
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    # A forked worker can hang once this process has used torch's threads.
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", CPU_KV_CACHE_GIB)
+    if tp_size > 1:
+        # vLLM-CPU asserts on NUMA nodes unless each rank's cores are named.
+        cores = sorted(os.sched_getaffinity(0))
+        share = max(1, len(cores) // tp_size)
+        bind = ["-".join({str(c[0]): 0, str(c[-1]): 0}) for c in chunks(cores, share, tp_size)]
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "|".join(bind))
+    # Spawned workers import the worker extension by name.
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
+
+
+def chunks(cores: list[int], size: int, count: int) -> list[list[int]]:
+    return [cores[i * size : (i + 1) * size] or cores[-1:] for i in range(count)]
+
+
+def default_engine_args(verifier: Verifier, tp_size: int) -> dict[str, Any]:
+    """Arguments of vllm.LLM that every use here shares."""
+    args: dict[str, Any] = {
+        "model": verifier.path,
+        "tensor_parallel_size": tp_size,
+        "enable_prefix_caching": False,  # cached tokens would have no hidden states
+        "seed": 0,
+    }
+    if "text_config" in verifier.config:  # a multimodal wrapper: text only
+        args["language_model_only"] = True
+    if tp_size > 1 or verifier.config.get("model_type") == "kimi_k25":
+        # At any TP the mp executor keeps the core in process; Kimi's class does not load
+        # in vLLM's own process on CPU (a Triton dispatcher scan fails).
+        args["distributed_executor_backend"] = "mp"
+    return args
+
+
+def capture_engine_args(
+    verifier: Verifier,
+    *,
+    tp_size: int,
+    max_seq_len: int,
+    max_batch_tokens: int,
+    batch_size: int,
+    dtype: str,
+    gpu_memory_utilization: float,
+    trust_remote_code: bool,
+) -> dict[str, Any]:
+    """Arguments of vllm.LLM for capturing hidden states: eager, no cache reuse, no tokenizer."""
+    longest = max_seq_len + 1  # the one token that a request must generate
+    if verifier.max_positions:
+        longest = min(longest, verifier.max_positions)
+    return default_engine_args(verifier, tp_size) | {
+        "enforce_eager": True,  # hooks fire in eager mode only
+        "skip_tokenizer_init": True,
+        "dtype": dtype,
+        "max_model_len": longest,
+        "max_num_batched_tokens": max(max_batch_tokens, longest),
+        "max_num_seqs": min(batch_size, MAX_SAMPLES_A_PASS, max_batch_tokens),
+        "gpu_memory_utilization": gpu_memory_utilization,
+        "trust_remote_code": trust_remote_code,
+        "worker_extension_cls": "common.capture.CaptureExtension",
+        "async_scheduling": False,
+    }
+
+
+def start_engine(args: dict[str, Any], extra: dict[str, Any]) -> "LLM":
+    """Build vllm.LLM; UserError with vLLM's own reason when it does not come up."""
+    from vllm import LLM
+
+    try:
+        return LLM(**(args | extra))
+    except TypeError as e:
+        raise UserError(f"vLLM refused an argument: {e}; see --engine-args") from e
+    except Exception as e:  # any fault of loading, in the words of vLLM
+        reason = " ".join(str(e).split())[:400]
+        raise UserError(
+            f"vLLM did not start on {args['model']}: {type(e).__name__}: {reason}"
+        ) from e
+
+
+def stop_engine(llm: "LLM") -> None:
+    """Shut the engine and its workers down, so that nothing of them prints after us."""
+    with contextlib.suppress(AttributeError):
+        llm.llm_engine.engine_core.shutdown()
+    gc.collect()
+
+
+def kv_cache_tokens(llm: "LLM") -> int:
+    """Tokens that the engine's KV cache holds."""
+    cache = llm.llm_engine.vllm_config.cache_config
+    return int(cache.num_gpu_blocks or 0) * int(cache.block_size or 0)

@@ -1,0 +1,106 @@
+"""Progress a person can read in a terminal or in a nohup log, and polite interruption."""
+
+import logging
+import os
+import signal
+import sys
+import time
+import warnings
+
+LOG_EVERY_SECONDS = 10.0
+
+
+def quiet_libraries() -> None:
+    """Keep library chatter out of the log; call before importing torch, vllm, transformers.
+
+    Errors still show. A variable the user has set is left alone.
+    """
+    for name, value in {
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "DATASETS_VERBOSITY": "error",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "PYTHONWARNINGS": "ignore",
+        "LOGURU_LEVEL": "ERROR",
+    }.items():
+        os.environ.setdefault(name, value)
+    if "PYTHONWARNINGS" in os.environ:
+        warnings.simplefilter("ignore")
+    logging.captureWarnings(True)
+    logging.getLogger("py.warnings").setLevel(logging.ERROR)
+
+
+def log(text: str) -> None:
+    """Print one line now, also when stdout is a file."""
+    print(text, flush=True)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as `1h02m`, `3m20s` or `12s`."""
+    s = int(round(seconds))
+    if s >= 3600:
+        return f"{s // 3600}h{s % 3600 // 60:02d}m"
+    return f"{s // 60}m{s % 60:02d}s" if s >= 60 else f"{s}s"
+
+
+class Progress:
+    """A tqdm bar on a terminal; otherwise a plain line every 10 s with rate and ETA.
+
+    `done` counts from `initial` (work found finished by an earlier run); the rate is
+    of this run alone.
+    """
+
+    def __init__(self, what: str, total: int, unit: str, initial: int = 0):
+        self.what, self.total, self.unit = what, total, unit
+        self.done = self.initial = initial
+        self.start = self.last = time.monotonic()
+        self.bar = None
+        if sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self.bar = tqdm(total=total, initial=initial, desc=what, unit=unit, unit_scale=True)
+
+    def add(self, n: int, note: str = "") -> None:
+        self.done += n
+        if self.bar is not None:
+            self.bar.set_postfix_str(note, refresh=False)
+            self.bar.update(n)
+            return
+        now = time.monotonic()
+        if now - self.last >= LOG_EVERY_SECONDS:
+            self.last = now
+            log(self.line(now - self.start, note))
+
+    def line(self, elapsed: float, note: str = "") -> str:
+        rate = (self.done - self.initial) / max(elapsed, 1e-9)
+        eta = duration((self.total - self.done) / rate) if rate > 0 else "?"
+        return (
+            f"{self.what}: {self.done}/{self.total} {self.unit}"
+            f" ({100 * self.done / max(self.total, 1):.1f}%) {rate:.0f} {self.unit}/s ETA {eta}"
+            f"{'  ' + note if note else ''}"
+        )
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+
+class Stopper:
+    """Turns SIGTERM and SIGINT into a flag that a loop reads between two steps.
+
+    A second signal of the same kind ends the process at once.
+    """
+
+    def __init__(self) -> None:
+        self.code = 0
+        for sig in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(sig, self._note)
+
+    def _note(self, sig: int, _frame: object) -> None:
+        if self.code:
+            os._exit(self.code)
+        self.code = 128 + sig
+        name = signal.Signals(sig).name
+        log(f"{name}: finishing the current step; once more to stop at once")

@@ -1,0 +1,107 @@
+"""tokenized_data.jsonl: the samples that 01 writes and 02, 03 and 04 read.
+
+A line a sample: {"id": str, "input_ids": [int...], "loss_mask": [0|1...]}, equal lengths.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.artifacts import REPORT, read_report, sha256_file
+from common.cli import UserError
+
+FILE = "tokenized_data.jsonl"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One tokenized conversation; `index` is its line, from 0, and its name in later stages."""
+
+    index: int
+    id: str
+    input_ids: list[int]
+    loss_mask: list[int]
+
+    @property
+    def conversation(self) -> str:
+        """Id of the conversation it comes from (samples of one conversation share it)."""
+        return self.id.split("#", 1)[0]
+
+
+def prepared_folder(path: str) -> Path:
+    """Accept the folder or the file in it (`--prepared-data`, `--data-path`)."""
+    p = Path(path)
+    folder = p.parent if p.name == FILE else p
+    if not folder.is_dir():
+        raise UserError(f"--prepared-data {path}: no such folder; run 01_prepare_data.py first")
+    return folder
+
+
+def check_sample(row: Any, where: str, vocab_size: int | None) -> tuple[list[int], list[int]]:
+    """Return (input_ids, loss_mask) of a tokenized row; UserError naming what is wrong."""
+    ids, mask = (row.get("input_ids"), row.get("loss_mask")) if isinstance(row, dict) else (0, 0)
+    if not isinstance(ids, list) or not isinstance(mask, list):
+        raise UserError(f"{where}: needs the lists input_ids and loss_mask")
+    if not ids:
+        raise UserError(f"{where}: input_ids is empty")
+    if len(ids) != len(mask):
+        raise UserError(
+            f"{where}: {len(ids)} input_ids and {len(mask)} loss_mask values; they must be equal"
+        )
+    if not all(type(m) in (int, bool) and m in (0, 1) for m in mask):
+        raise UserError(f"{where}: loss_mask holds values other than 0 and 1")
+    if not all(type(i) is int for i in ids):
+        raise UserError(f"{where}: input_ids holds values that are not whole numbers")
+    low, high = min(ids), max(ids)
+    if low < 0 or (vocab_size is not None and high >= vocab_size):
+        raise UserError(
+            f"{where}: id {low if low < 0 else high} is outside the verifier's vocabulary of"
+            f" {vocab_size}; was it tokenized for another model?"
+        )
+    return ids, [int(m) for m in mask]
+
+
+def read_samples(
+    folder: Path, max_samples: int | None = None, vocab_size: int | None = None
+) -> Iterator[Sample]:
+    """Yield the samples of a prepared folder; UserError naming file and line."""
+    path = folder / FILE
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; run 01_prepare_data.py first")
+    n = 0
+    with open(path, encoding="utf-8") as f:
+        for number, line in enumerate(f, 1):
+            if max_samples is not None and n >= max_samples:
+                return
+            where = f"{path}:{number}"
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as e:
+                raise UserError(f"{where}: not JSON ({e}); make the file again with 01") from None
+            ids, mask = check_sample(row, where, vocab_size)
+            yield Sample(n, str(row.get("id", n)), ids, mask)
+            n += 1
+    if n == 0:
+        raise UserError(f"{path}: holds no samples")
+
+
+def prepared_identity(folder: Path) -> str:
+    """content_sha256 of the prepared data.
+
+    The report's when 01 wrote it and the file is still the one it describes; a file brought
+    by hand, without a report, is known by its own hash.
+    """
+    digest = sha256_file(folder / FILE) if (folder / FILE).is_file() else None
+    if digest is None:
+        raise UserError(f"{folder / FILE}: no such file; run 01_prepare_data.py first")
+    if not (folder / REPORT).exists():
+        return digest
+    report = read_report(folder, "prepare")
+    if report["counts"].get("file_sha256") != digest:
+        raise UserError(
+            f"{folder / FILE}: was changed after 01 wrote it (its hash is not the one in {REPORT});"
+            " run 01 again, or remove the report to use the file as it is"
+        )
+    return report["content_sha256"]

@@ -1,0 +1,225 @@
+"""What the pipeline needs to know of a verifier, read from its files without loading it.
+
+Reads config.json (text part of multimodal wrappers unwrapped), the end-of-turn ids, and
+the three tensors the draft needs: embedding, head, final norm. Nothing here imports
+torch or transformers until a tensor is read.
+"""
+
+import hashlib
+import json
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from common.cli import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+# Suffixes of the tensors' names; the shortest matching name wins, so that
+# `language_model.model.norm.weight` is found and layer norms are not.
+TENSORS = {
+    "embed_tokens": ("embed_tokens.weight",),
+    "lm_head": ("lm_head.weight", "output.weight"),
+    "norm": ("model.norm.weight",),
+}
+
+
+@dataclass(frozen=True)
+class Verifier:
+    """A verifier's identity and shape. `text` is the language model's part of config.json."""
+
+    path: str
+    config: dict[str, Any]
+    text: dict[str, Any]
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    rms_norm_eps: float
+    max_positions: int
+    end_ids: tuple[int, ...]
+
+    @property
+    def architecture(self) -> str:
+        return (self.config.get("architectures") or ["?"])[0]
+
+    def default_layers(self) -> list[int]:
+        """Layers 2, n//2, n-3 and n-1 (2/30/58/60 for 61): three aux layers and the last."""
+        n = self.num_layers
+        return sorted({min(2, n - 1), n // 2, max(n - 3, 0), n - 1})
+
+
+def load_verifier(model_path: str) -> Verifier:
+    """Read a verifier's config.json (and generation_config.json where there is one)."""
+    config_file = model_file(model_path, "config.json")
+    try:
+        config = json.loads(config_file.read_text())
+    except json.JSONDecodeError as e:
+        raise UserError(f"{config_file}: not JSON ({e})") from None
+    text = config.get("text_config") or config
+    eps = text.get("rms_norm_eps")
+    need = {}
+    for key in ("num_hidden_layers", "hidden_size", "vocab_size"):
+        if not isinstance(text.get(key), int):
+            raise UserError(f"{config_file}: no {key}; is {model_path} a language model?")
+        need[key] = text[key]
+    if eps is None:
+        raise UserError(f"{config_file}: no rms_norm_eps; only verifiers with RMSNorm are known")
+    return Verifier(
+        path=model_path,
+        config=config,
+        text=text,
+        num_layers=need["num_hidden_layers"],
+        hidden_size=need["hidden_size"],
+        vocab_size=need["vocab_size"],
+        rms_norm_eps=float(eps),
+        max_positions=int(text.get("max_position_embeddings") or 0),
+        end_ids=end_ids(model_path, config, text),
+    )
+
+
+def end_ids(model_path: str, config: dict, text: dict) -> tuple[int, ...]:
+    """Ids at which the verifier stops: eos of config.json and of generation_config.json."""
+    found: set[int] = set()
+    sources = [config, text]
+    path = optional_file(model_path, "generation_config.json")
+    if path is not None:
+        sources.append(json.loads(path.read_text()))
+    for source in sources:
+        eos = source.get("eos_token_id")
+        found.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
+    return tuple(sorted(found))
+
+
+# ---------------------------------------------------------------- files
+
+
+def model_file(model_path: str, name: str) -> Path:
+    """Path of a verifier's file: in its folder, or fetched from the hub by name."""
+    folder = Path(model_path)
+    if folder.is_dir():
+        path = folder / name
+        if not path.is_file():
+            raise UserError(f"--model-path {model_path}: has no {name}")
+        return path
+    if folder.exists() or model_path.count("/") != 1 or model_path.startswith((".", "/", "~")):
+        raise UserError(f"--model-path {model_path}: no such folder")
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(model_path, name))
+    except Exception as e:  # noqa: BLE001 - a dozen hub and network errors, one remedy
+        reason = f"{type(e).__name__}: {' '.join(str(e).split())[:160]}"
+        raise UserError(
+            f"--model-path {model_path}: no such folder, and {name} could not be fetched from"
+            f" the hub ({reason}); download the model and pass its folder"
+        ) from None
+
+
+def optional_file(model_path: str, name: str) -> Path | None:
+    """As `model_file`, or None where the verifier does not ship that file."""
+    folder = Path(model_path)
+    if folder.is_dir():
+        return folder / name if (folder / name).is_file() else None
+    try:
+        return model_file(model_path, name)
+    except UserError:
+        return None
+
+
+def weight_map(model_path: str) -> dict[str, str]:
+    """Tensor name → safetensors file name, from the index or from the single file."""
+    index = optional_file(model_path, "model.safetensors.index.json")
+    if index is not None:
+        return json.loads(index.read_text())["weight_map"]
+    path = model_file(model_path, "model.safetensors")
+    return {k: path.name for k in safetensors_header(path) if k != "__metadata__"}
+
+
+def safetensors_header(path: Path) -> dict[str, Any]:
+    """Header of a safetensors file; UserError when the file is shorter than it promises."""
+    try:
+        size = os.path.getsize(path)
+        with open(path, "rb") as f:
+            (n,) = struct.unpack("<Q", f.read(8))
+            if n > size - 8:
+                raise ValueError("truncated header")
+            header = json.loads(f.read(n))
+        ends = [v["data_offsets"][1] for k, v in header.items() if k != "__metadata__"]
+        if 8 + n + max(ends, default=0) != size:
+            raise ValueError(f"{size} bytes, its header promises {8 + n + max(ends, default=0)}")
+    except (ValueError, KeyError, TypeError, struct.error) as e:
+        raise UserError(f"{path}: not a whole safetensors file ({e}); make it again") from None
+    return header
+
+
+# ---------------------------------------------------------------- tensors
+
+
+def read_tensors(verifier: Verifier, names: tuple[str, ...]) -> "dict[str, torch.Tensor]":
+    """Read some of embed_tokens [V, H], lm_head [V, H], norm [H], in the file's dtype.
+
+    A head tied to the embedding is the embedding. Only the shards that hold them are opened.
+    """
+    from safetensors import safe_open
+
+    where = weight_map(verifier.path)
+    out = {}
+    for name in names:
+        keys = [k for s in TENSORS[name] for k in where if k == s or k.endswith("." + s)]
+        if not keys and name == "lm_head" and tied(verifier):
+            keys = [k for k in where if k.endswith("embed_tokens.weight")]
+        if not keys:
+            raise UserError(f"{verifier.path}: no tensor named *{TENSORS[name][0]} in its weights")
+        key = min(keys, key=len)
+        with safe_open(model_file(verifier.path, where[key]), framework="pt") as f:
+            out[name] = f.get_tensor(key)
+    for name, tensor in out.items():
+        shape = (
+            (verifier.hidden_size,)
+            if name == "norm"
+            else (verifier.vocab_size, verifier.hidden_size)
+        )
+        if tuple(tensor.shape) != shape or not tensor.is_floating_point():
+            raise UserError(
+                f"{verifier.path}: {name} is {tuple(tensor.shape)} {tensor.dtype}, expected {shape}"
+                " in floating point"
+            )
+    return out
+
+
+def tied(verifier: Verifier) -> bool:
+    value = verifier.text.get("tie_word_embeddings", verifier.config.get("tie_word_embeddings"))
+    return True if value is None else bool(value)  # transformers' default is True
+
+
+def fingerprint(verifier: Verifier) -> str:
+    """Identity of a verifier by content: its shape, final norm and 64 rows of its head.
+
+    Two fine-tunes of one base differ in it; a copy in another folder does not. Weights of
+    load_format "dummy" have no files: then the shape alone.
+    """
+    shape = {
+        k: verifier.text.get(k)
+        for k in ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads")
+    }
+    digest = hashlib.sha256(json.dumps([verifier.architecture, shape], sort_keys=True).encode())
+    where = weight_map(verifier.path)
+    for name, rows in (("norm", None), ("lm_head", 64)):
+        keys = [k for s in TENSORS[name] for k in where if k == s or k.endswith("." + s)]
+        keys = keys or [k for k in where if k.endswith("embed_tokens.weight")]
+        if not keys:
+            raise UserError(f"{verifier.path}: no tensor named *{TENSORS[name][0]} in its weights")
+        key = min(keys, key=len)
+        path = model_file(verifier.path, where[key])
+        entry = safetensors_header(path)[key]
+        begin, end = entry["data_offsets"]
+        if rows is not None:
+            end = begin + (end - begin) // entry["shape"][0] * min(rows, entry["shape"][0])
+        with open(path, "rb") as f:
+            (n,) = struct.unpack("<Q", f.read(8))
+            f.seek(8 + n + begin)
+            digest.update(f.read(end - begin))
+    return digest.hexdigest()

@@ -1,0 +1,203 @@
+"""The verifier's own answers to a file of prompts, as exact output token ids.
+
+A draft is accepted as often as its training data looks like the verifier's output, so
+train on what the verifier says itself. Reads chat rows (the last assistant turn, if any,
+is dropped), writes OUTPUT_DIR/responses.jsonl: a line an answer with id, messages (the
+answer's text included), input_ids, loss_mask and finish_reason, which 01 passes through.
+Run the same command again after a kill: prompts already answered are not asked twice.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from common import artifacts, cli, progress
+
+STAGE = "regenerate"
+
+
+def parse_args():
+    p = cli.Parser(STAGE, __doc__)
+    p.add_common("--model-path", "--output-dir", "--max-samples", "--max-seq-len", "--seed")
+    p.add_argument("--prompts", nargs="+", metavar="FILE", help=".json, .jsonl or .parquet rows")
+    p.add_argument("--max-new-tokens", type=cli.positive_int, default=512, metavar="TOKENS")
+    p.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    p.add_argument("--top-p", type=float, default=1.0)
+    p.add_argument(
+        "--answers-per-prompt", type=cli.positive_int, default=1, metavar="N", help="needs heat"
+    )
+    p.add_argument("--tp-size", type=cli.positive_int, default=1, metavar="GPUS")
+    p.add_argument("--batch-size", type=cli.positive_int, default=128, help="answers at a time")
+    p.add_argument("--gpu-memory-utilization", type=float, default=0.9)
+    p.add_argument("--dtype", default="auto")
+    p.add_argument("--engine-args", type=cli.json_object, default={}, metavar="JSON")
+    p.add_common("--dry-run", "--overwrite", "--trust-remote-code")
+    p.need("--model-path", "--output-dir", "--prompts")
+    return p.parse()
+
+
+def main() -> None:
+    args = parse_args()
+    progress.quiet_libraries()
+    started = time.monotonic()
+    out = Path(args.output_dir)
+
+    # ---------------------------------------------------------------- check
+    from common import rows, verifier
+
+    model = verifier.load_verifier(args.model_path)
+    files = [Path(p) for p in args.prompts]
+    settings = {
+        "max_new_tokens": args.max_new_tokens,
+        "temperature": args.temperature,
+        "top_p": args.top_p,
+        "answers_per_prompt": args.answers_per_prompt,
+        "max_samples": args.max_samples,
+        "max_seq_len": args.max_seq_len,
+        "seed": args.seed,
+        "dtype": args.dtype,
+    }
+    if args.answers_per_prompt > 1 and args.temperature == 0:
+        raise cli.UserError("--answers-per-prompt over 1 needs --temperature over 0")
+    inputs = {"prompts": rows.digest(files), "verifier": verifier.fingerprint(model)}
+    state = artifacts.earlier_run(out, STAGE, settings, inputs, args.overwrite)
+    if state == "complete":
+        progress.log(f"regenerate: {out} is complete (--overwrite makes it again)")
+        return
+    found = list(rows.read_rows(files, args.max_samples))
+    if args.dry_run:
+        progress.log(
+            f"regenerate: {len(found)} prompts x {args.answers_per_prompt}, at most"
+            f" {args.max_new_tokens} tokens each, into {out}"
+        )
+        return
+    artifacts.prepare_output(out, args.overwrite)
+    report = dict(stage=STAGE, settings=settings, inputs=inputs)
+    artifacts.write_json(
+        out / artifacts.REPORT,
+        artifacts.report(**report, counts={}, data_sha256=None, elapsed_seconds=0),
+    )
+
+    # ---------------------------------------------------------------- prompts
+    from common import chat
+
+    tokenizer = chat.load_tokenizer(args.model_path, args.trust_remote_code)
+    prompts: dict[str, tuple[list[dict], list[int]]] = {}
+    for n, row in enumerate(found):
+        try:
+            messages = chat.messages_of(row.value)
+            while messages and messages[-1]["role"] == "assistant":
+                messages.pop()
+            if not messages:
+                raise chat.RowError("no prompt")
+            ids = chat.render(tokenizer, messages, True, row.value.get("tools"))
+        except chat.RowError as e:
+            raise cli.UserError(f"{row.where}: {e}") from None
+        if len(ids) + args.max_new_tokens > args.max_seq_len:
+            raise cli.UserError(
+                f"{row.where}: {len(ids)} prompt tokens + --max-new-tokens {args.max_new_tokens}"
+                f" exceed --max-seq-len {args.max_seq_len}"
+            )
+        for k in range(args.answers_per_prompt):
+            name = str(row.value.get("id", n))
+            key = name if args.answers_per_prompt == 1 else f"{name}#{k}"
+            if key in prompts:
+                raise cli.UserError(f"{row.where}: the id {key!r} occurs twice")
+            prompts[key] = (messages, ids)
+
+    # ---------------------------------------------------------------- ask
+    answers = out / "responses.jsonl"
+    done = read_answers(answers)
+    left = {k: v for k, v in prompts.items() if k not in done}
+    tokens = sum(done.values())
+    if left:
+        from common import engine
+
+        engine.prepare_environment(args.tp_size)
+        from vllm import SamplingParams
+
+        llm = engine.start_engine(
+            engine.default_engine_args(model, args.tp_size)
+            | {
+                "dtype": args.dtype,
+                "max_model_len": args.max_seq_len,
+                "max_num_seqs": args.batch_size,
+                "gpu_memory_utilization": args.gpu_memory_utilization,
+                "trust_remote_code": args.trust_remote_code,
+                "skip_tokenizer_init": True,
+            },
+            args.engine_args,
+        )
+        bar = progress.Progress("regenerate", len(prompts), "answers", initial=len(done))
+        stopper = progress.Stopper()
+        for k, (key, (_, ids)) in enumerate(left.items()):
+            params = SamplingParams(
+                max_tokens=args.max_new_tokens,
+                temperature=args.temperature,
+                top_p=args.top_p,
+                stop_token_ids=list(model.end_ids),
+                detokenize=False,
+                seed=None if args.temperature == 0 else args.seed + len(done) + k,
+            )
+            llm.llm_engine.add_request(key, {"prompt_token_ids": ids}, params)
+        with open(answers, "a", encoding="utf-8") as f:
+            while llm.llm_engine.has_unfinished_requests() and not stopper.code:
+                for output in llm.llm_engine.step():
+                    if not output.finished:
+                        continue
+                    messages, ids = left[output.request_id]
+                    answer = list(output.outputs[0].token_ids)
+                    text = tokenizer.decode(answer, skip_special_tokens=True)
+                    line = {
+                        "id": output.request_id,
+                        "messages": [*messages, {"role": "assistant", "content": text}],
+                        "input_ids": ids + answer,
+                        "loss_mask": [0] * len(ids) + [1] * len(answer),
+                        "finish_reason": output.outputs[0].finish_reason,
+                    }
+                    f.write(json.dumps(line) + "\n")
+                    f.flush()
+                    tokens += len(answer)
+                    bar.add(1, f"{tokens} tokens")
+        bar.close()
+        engine.stop_engine(llm)
+        if stopper.code:
+            raise cli.Interrupted(stopper.code, f"answers so far are in {answers}; run again")
+
+    # ---------------------------------------------------------------- report
+    seconds = time.monotonic() - started
+    counts = {"prompts": len(found), "answers": len(prompts), "answer_tokens": tokens}
+    digest = artifacts.sha256_file(answers)
+    artifacts.write_json(
+        out / artifacts.REPORT,
+        artifacts.report(**report, counts=counts, data_sha256=digest, elapsed_seconds=seconds),
+    )
+    progress.log(
+        f"regenerate: {len(prompts)} answers, {tokens} tokens in {progress.duration(seconds)}"
+        f" -> {answers}"
+    )
+
+
+def read_answers(path: Path) -> dict[str, int]:
+    """Ids already answered → answer tokens; cuts off a last line that a kill left unfinished."""
+    done: dict[str, int] = {}
+    if not path.exists():
+        return done
+    good = 0
+    with open(path, "rb") as f:
+        for line in f:
+            if not line.endswith(b"\n"):
+                break
+            row = json.loads(line)
+            done[row["id"]] = sum(row["loss_mask"])
+            good += len(line)
+    with open(path, "r+b") as f:
+        f.truncate(good)
+    return done
+
+
+if __name__ == "__main__":
+    cli.run(main)
