@@ -1,0 +1,125 @@
+"""Stage 2: the draft's vocabulary, the verifier's most frequent loss tokens.
+
+Reads tokenized_data.jsonl and writes OUTPUT_DIR/d2t.npy (int64 offsets) and t2d.npy (bool).
+Special tokens that occur at loss positions, end-of-turn among them, are always in.
+"""
+
+import time
+from pathlib import Path
+
+from common import artifacts, cli, progress
+
+STAGE = "vocab"
+
+
+def parse_args():
+    p = cli.Parser(STAGE, __doc__)
+    p.add_common("--model-path", "--prepared-data", "--output-dir", "--max-samples")
+    p.add_argument(
+        "--draft-vocab-size",
+        type=cli.positive_int,
+        default=32000,
+        metavar="TOKENS",
+        help="tokens that the draft can propose",
+    )
+    p.add_common("--dry-run", "--overwrite", "--trust-remote-code", "--seed")
+    p.need("--model-path", "--prepared-data", "--output-dir")
+    return p.parse()
+
+
+def main() -> None:
+    args = parse_args()
+    progress.quiet_libraries()
+    started = time.monotonic()
+    out = Path(args.output_dir)
+
+    # ---------------------------------------------------------------- check
+    from common import samples, verifier
+
+    model = verifier.load_verifier(args.model_path)
+    folder = samples.prepared_folder(args.prepared_data)
+    size = args.draft_vocab_size
+    if size > model.vocab_size:
+        raise cli.UserError(
+            f"--draft-vocab-size {size} is over the verifier's {model.vocab_size} tokens"
+        )
+    special = special_ids(args.model_path, model)
+    settings = {
+        "draft_vocab_size": size,
+        "target_vocab_size": model.vocab_size,
+        "max_samples": args.max_samples,
+        "special_ids": artifacts.sha256_json(sorted(special)),
+    }
+    inputs = {"prepared": samples.prepared_identity(folder)}
+    if artifacts.earlier_run(out, STAGE, settings, inputs, args.overwrite) == "complete":
+        progress.log(f"vocab: {out} is complete (--overwrite makes it again)")
+        return
+
+    # ---------------------------------------------------------------- work
+    import numpy as np
+
+    from common import vocab
+
+    counts = np.zeros(model.vocab_size, dtype=np.int64)
+    for sample in samples.read_samples(folder, args.max_samples, model.vocab_size):
+        ids = np.asarray(sample.input_ids)[np.asarray(sample.loss_mask, dtype=bool)]
+        np.add.at(counts, ids, 1)
+    if not counts.any():
+        raise cli.UserError(f"{folder / samples.FILE}: no loss tokens in it")
+    always = np.zeros(model.vocab_size, dtype=bool)
+    always[[i for i in special if i < model.vocab_size and counts[i]]] = True
+    always[[i for i in model.end_ids if i < model.vocab_size]] = True
+    chosen, filler = vocab.choose_tokens(counts, always, size)
+    d2t, t2d = vocab.build_map(chosen, model.vocab_size)
+    coverage = float(counts[t2d].sum() / counts.sum())
+    distinct = int((counts > 0).sum())
+    by_size = {
+        str(n): round(float(np.sort(counts)[::-1][:n].sum() / counts.sum()), 6)
+        for n in (8000, 16000, 32000, 64000)
+    }
+    text = (
+        f"{size} of {model.vocab_size} tokens cover {100 * coverage:.2f}% of {counts.sum()} loss"
+        f" tokens; {distinct} distinct, {int(always.sum())} special always in, {filler} filler slots"
+    )
+    if args.dry_run:
+        progress.log(f"vocab: dry run: {text}; nothing was written")
+        return
+
+    # ---------------------------------------------------------------- write
+    artifacts.prepare_output(out, args.overwrite)
+    for name, array in (("d2t", d2t), ("t2d", t2d)):
+        with artifacts.atomic_file(out / f"{name}.npy") as f:
+            np.save(f, array, allow_pickle=False)
+    report_counts = {
+        "loss_tokens": int(counts.sum()),
+        "distinct_tokens": distinct,
+        "coverage": coverage,
+        "coverage_by_size": by_size,
+        "special_tokens": int(always.sum()),
+        "filler_slots": filler,
+    }
+    digest = artifacts.sha256_json([artifacts.sha256_file(out / f"{n}.npy") for n in ("d2t", "t2d")])
+    seconds = time.monotonic() - started
+    artifacts.write_json(
+        out / artifacts.REPORT,
+        artifacts.report(STAGE, settings, inputs, report_counts, digest, seconds),
+    )
+    progress.log(f"vocab: {text}; {progress.duration(seconds)} -> {out}")
+
+
+def special_ids(model_path: str, model) -> set[int]:
+    """Ids of the tokenizer's added special tokens, read from its files without loading it."""
+    from common.verifier import optional_file
+
+    found = set(model.end_ids)
+    path = optional_file(model_path, "tokenizer.json")
+    if path is not None:
+        found |= {t["id"] for t in artifacts.read_json(path).get("added_tokens", [])}
+    path = optional_file(model_path, "tokenizer_config.json")
+    if path is not None:
+        found |= {int(i) for i in artifacts.read_json(path).get("added_tokens_decoder", {})}
+    return found
+
+
+if __name__ == "__main__":
+    cli.run(main)

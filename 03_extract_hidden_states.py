@@ -1,0 +1,360 @@
+"""Stage 3: hidden states of the verifier, a file a sample, by a forward pass in vLLM.
+
+Reads tokenized_data.jsonl, loads the verifier in vLLM (--tp-size GPUs) and writes the
+residual stream after each layer of --layers (0-based; the last is the final layer before
+the final norm). Run the same command again after a kill: it continues, and the finished
+folder is the same to the byte.
+"""
+
+import json
+import shutil
+import time
+from pathlib import Path
+
+from common import artifacts, cli, progress
+
+STAGE = "extract"
+JOURNAL = "journal.jsonl"
+
+
+def parse_args():
+    p = cli.Parser(STAGE, __doc__)
+    p.add_common("--model-path", "--prepared-data", "--output-dir", "--max-samples")
+    p.add_common("--max-seq-len")
+    p.add_argument(
+        "--layers",
+        type=int,
+        nargs="+",
+        metavar="I",
+        help="layers to capture, 0-based (default 2, n//2, n-3, n-1)",
+    )
+    p.add_argument("--tp-size", type=cli.positive_int, default=1, metavar="GPUS")
+    p.add_argument(
+        "--max-batch-tokens",
+        type=cli.positive_int,
+        default=8192,
+        metavar="TOKENS",
+        help="token budget of one forward pass; bounds memory",
+    )
+    p.add_argument(
+        "--batch-size",
+        type=cli.positive_int,
+        default=256,
+        metavar="SAMPLES",
+        help="most samples in one forward pass (never over 256; the token budget bounds it too)",
+    )
+    p.add_argument("--gpu-memory-utilization", type=float, default=0.9, metavar="FRACTION")
+    p.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float16", "float32"])
+    p.add_argument(
+        "--storage-dtype",
+        default="auto",
+        choices=["auto", "bfloat16", "float32"],
+        help="dtype of the files (default: the verifier's)",
+    )
+    p.add_argument("--engine-args", type=cli.json_object, default={}, metavar="JSON")
+    p.add_common("--seed", "--dry-run", "--overwrite", "--trust-remote-code")
+    p.need("--model-path", "--prepared-data", "--output-dir")
+    return p.parse()
+
+
+def main() -> None:
+    args = parse_args()
+    progress.quiet_libraries()
+    started = time.monotonic()
+    out = Path(args.output_dir)
+
+    # ---------------------------------------------------------------- check
+    from common import hidden_files, plan, samples, verifier
+
+    model = verifier.load_verifier(args.model_path)
+    layers = check_layers(args.layers or model.default_layers(), model)
+    dtype = check_dtype(args.dtype, model)
+    storage_dtype = dtype if args.storage_dtype == "auto" else args.storage_dtype
+    heads = model.text.get("num_attention_heads")
+    if heads and heads % args.tp_size:
+        raise cli.UserError(
+            f"--tp-size {args.tp_size}: the verifier's {heads} attention heads do not divide"
+        )
+    folder = samples.prepared_folder(args.prepared_data)
+    data = list(samples.read_samples(folder, args.max_samples, model.vocab_size))
+    longest = max(data, key=lambda s: len(s.input_ids))
+    limit = min(args.max_seq_len, args.max_batch_tokens, (model.max_positions or 2**31) - 1)
+    if len(longest.input_ids) > limit:
+        raise cli.UserError(
+            f"{folder / samples.FILE}:{longest.index + 1}: sample {longest.id!r} has"
+            f" {len(longest.input_ids)} tokens, over {limit} (the least of --max-seq-len,"
+            " --max-batch-tokens and the model's positions); prepare shorter samples with 01"
+        )
+    lengths = {s.index: len(s.input_ids) for s in data}
+    units = plan.plan_units(lengths, args.max_batch_tokens, args.batch_size)
+    token_bytes = hidden_files.bytes_a_token(len(layers), model.hidden_size, storage_dtype)
+    total_tokens = sum(lengths.values())
+
+    settings = {
+        "layers": layers,
+        "layer_convention": "output",
+        "hidden_size": model.hidden_size,
+        "dtype": storage_dtype,
+        "verifier_dtype": dtype,
+        "max_samples": args.max_samples,
+        # Batch layout moves low bits: a resume must keep it.
+        "max_batch_tokens": args.max_batch_tokens,
+        "batch_size": min(args.batch_size, plan.MAX_SAMPLES_A_PASS),
+        "tp_size": args.tp_size,
+    }
+    inputs = {
+        "prepared": samples.prepared_identity(folder),
+        "verifier": verifier.fingerprint(model),
+    }
+    state = artifacts.earlier_run(out, STAGE, settings, inputs, args.overwrite)
+    if state == "complete":
+        progress.log(f"extract: {out} is complete (--overwrite makes it again)")
+        return
+    resuming = state == "in_progress"
+    done = read_journal(out, units, lengths, token_bytes) if resuming else {}
+    todo = [u for u in range(len(units)) if u not in done]
+    todo_tokens = sum(lengths[i] for u in todo for i in units[u])
+    progress.log(
+        f"extract: {len(data)} samples, {total_tokens} tokens in {len(units)} forward passes of at"
+        f" most {args.max_batch_tokens} tokens; layers {layers} of {model.num_layers}; {dtype},"
+        f" files {storage_dtype}, {total_tokens * token_bytes / 1e9:.2f} GB"
+        f"{f'; {len(done)} passes are done already' if done else ''}"
+    )
+    artifacts.require_space(out, todo_tokens * token_bytes)
+    if args.dry_run:
+        progress.log("extract: dry run, every check passed; nothing was loaded or written")
+        return
+    artifacts.prepare_output(out, args.overwrite)
+    report = dict(stage=STAGE, settings=settings, inputs=inputs)
+
+    # ---------------------------------------------------------------- load and work
+    seconds = 0.0
+    if todo:
+        seconds = extract(args, model, settings, report, data, units, todo, done, out)
+
+    # ---------------------------------------------------------------- report
+    hashes = {i: h for unit in done.values() for i, h in unit["sha256"].items()}
+    artifacts.write_json(out / "sample_lengths.json", {str(i): n for i, n in lengths.items()})
+    digest = artifacts.sha256_json([hashes[str(i)] for i in sorted(lengths)])
+    counts = {"num_samples": len(data), "total_tokens": total_tokens, "forward_passes": len(units)}
+    size = sum(hidden_files.hidden_file(out, i).stat().st_size for i in lengths)
+    artifacts.write_json(
+        out / artifacts.REPORT,
+        artifacts.report(
+            **report,
+            counts=counts,
+            data_sha256=digest,
+            elapsed_seconds=time.monotonic() - started,
+            extract_seconds=round(seconds, 2),
+            **{k: settings[k] for k in ("layers", "layer_convention", "hidden_size", "dtype")},
+            **{k: counts[k] for k in ("num_samples", "total_tokens")},
+            bytes=size,
+        ),
+    )
+    rate = todo_tokens / max(seconds, 1e-9)
+    progress.log(
+        f"extract: {len(data)} samples, {total_tokens} tokens, {size / 1e9:.2f} GB in {out};"
+        f" this run {todo_tokens} tokens in {progress.duration(seconds)} ({rate:.0f} tok/s),"
+        f" {progress.duration(time.monotonic() - started)} with loading"
+    )
+
+
+def extract(args, model, settings, report, data, units, todo, done, out) -> float:
+    """Load the verifier, check the capture, run the units of `todo`; returns seconds of work."""
+    from common import engine, selfcheck
+
+    layers, storage_dtype = settings["layers"], settings["dtype"]
+    engine.prepare_environment(args.tp_size)
+    loading = time.monotonic()
+    llm = engine.start_engine(
+        engine.capture_engine_args(
+            model,
+            tp_size=args.tp_size,
+            max_seq_len=args.max_seq_len,
+            max_batch_tokens=args.max_batch_tokens,
+            batch_size=args.batch_size,
+            dtype=settings["verifier_dtype"],
+            gpu_memory_utilization=args.gpu_memory_utilization,
+            trust_remote_code=args.trust_remote_code,
+        ),
+        args.engine_args,
+    )
+    progress.log(f"extract: verifier loaded in {progress.duration(time.monotonic() - loading)}")
+    llm.collective_rpc("capture_start", args=(layers, model.num_layers))
+    stopper = progress.Stopper()
+
+    by_index = {s.index: s for s in data}
+    probe = out / ".probe"
+    most = max(1, min(selfcheck.PROBE_SAMPLES, args.max_batch_tokens // selfcheck.PROBE_TOKENS))
+    indices = units[todo[0]][:most]
+    run_probe(llm, model, layers, by_index, indices, probe, storage_dtype)
+    # From here on the folder holds data, and belongs to these settings.
+    begun = artifacts.report(**report, counts={}, data_sha256=None, elapsed_seconds=0)
+    artifacts.write_json(out / artifacts.REPORT, begun)
+
+    started = time.monotonic()
+    total = sum(len(s.input_ids) for s in data)
+    left = sum(len(by_index[i].input_ids) for u in todo for i in units[u])
+    bar = progress.Progress("extract", total, "tokens", initial=total - left)
+    with open(out / JOURNAL, "a", encoding="utf-8") as journal:
+        for u in todo:
+            batch = [(i, by_index[i].input_ids) for i in units[u]]
+            result = run_unit(llm, batch, out, storage_dtype)
+            if result["bad"]:
+                bad = by_index[result["bad"][0]]
+                raise cli.UserError(
+                    f"sample {bad.id!r} (line {bad.index + 1}): its hidden states hold NaN or Inf;"
+                    " it was not written. Remove the sample, or try --dtype bfloat16 or float32"
+                )
+            if result["passes"] != 1:
+                raise cli.UserError(
+                    f"vLLM ran {len(batch)} samples in {result['passes']} steps instead of one, so"
+                    " the result would depend on chance; raise --gpu-memory-utilization or lower"
+                    " --max-batch-tokens"
+                )
+            if u == todo[0]:
+                check_first_unit(out, probe, indices, storage_dtype)
+            for folder in {str(Path(f).parent) for f in map(str, unit_files(out, units[u]))}:
+                artifacts.fsync_folder(Path(folder))
+            done[u] = {"unit": u, "sha256": {str(i): h for i, h in result["sha256"].items()}}
+            journal.write(json.dumps(done[u]) + "\n")
+            journal.flush()
+            bar.add(sum(len(ids) for _, ids in batch))
+            if stopper.code:
+                break
+    bar.close()
+    seconds = time.monotonic() - started
+    llm.collective_rpc("capture_stop")
+    engine.stop_engine(llm)
+    if stopper.code and len(done) < len(units):
+        raise cli.Interrupted(
+            stopper.code, f"{len(done)} of {len(units)} passes are in {out}; run again to continue"
+        )
+    return seconds
+
+
+def generate(llm, batch, **sampling):
+    """One forward pass over the batch: each request makes the one token vLLM insists on."""
+    from vllm import SamplingParams
+
+    return llm.generate(
+        [{"prompt_token_ids": ids} for _, ids in batch],
+        SamplingParams(max_tokens=1, temperature=0, detokenize=False, **sampling),
+        use_tqdm=False,
+    )
+
+
+def write(llm, batch, folder: Path, storage_dtype: str) -> dict:
+    """Have rank 0 write the rows of the passes since the last call."""
+    results = llm.collective_rpc("capture_write", args=(batch, str(folder), storage_dtype))
+    result = next(r for r in results if r is not None)
+    if "os_error" in result:
+        raise OSError(*result["os_error"])
+    return result
+
+
+def run_unit(llm, batch, out: Path, storage_dtype: str) -> dict:
+    generate(llm, batch)
+    return write(llm, batch, out, storage_dtype)
+
+
+def run_probe(llm, model, layers, by_index, indices, probe: Path, storage_dtype: str) -> None:
+    """Check the capture on the beginnings of the first unit's samples, before any data."""
+    from common import selfcheck, verifier
+
+    shutil.rmtree(probe, ignore_errors=True)
+    batch = [(i, by_index[i].input_ids[: selfcheck.PROBE_TOKENS]) for i in indices]
+    llm.collective_rpc("capture_check_layers", args=(True,))
+    outputs = generate(llm, batch, prompt_logprobs=0)
+    received = next(
+        r for r in llm.collective_rpc("capture_check_layers", args=(False,)) if r is not None
+    )
+    result = write(llm, batch, probe, storage_dtype)
+    if result["bad"]:
+        raise cli.UserError(
+            f"sample {by_index[result['bad'][0]].id!r}: its hidden states hold NaN or Inf; nothing"
+            " was written. Are the verifier's weights right?"
+        )
+    selfcheck.check_received(received, layers, model.num_layers)
+    text = f"layers {layers[:-1]} are what the next layer receives"
+    if layers[-1] == model.num_layers - 1:
+        theirs = {
+            i: [p[t].logprob for t, p in zip(ids[1:], o.prompt_logprobs[1:], strict=True)]
+            for (i, ids), o in zip(batch, outputs, strict=True)
+        }
+        tensors = verifier.read_tensors(model, ("norm", "lm_head"))
+        mean, count = selfcheck.check_final_layer(
+            probe, theirs, tensors["norm"], tensors["lm_head"], model.rms_norm_eps
+        )
+        text = (
+            f"the final layer reproduces the verifier's log-probabilities (mean |difference|"
+            f" {mean:.2g} over {count} tokens), {text}"
+        )
+    progress.log(f"self-check: {text}")
+
+
+def check_first_unit(out: Path, probe: Path, indices, storage_dtype: str) -> None:
+    """The first batch, once written, must agree with the probe."""
+    from common import selfcheck
+
+    median = selfcheck.check_layout(out, probe, indices, storage_dtype)
+    shutil.rmtree(probe)
+    progress.log(f"self-check: the first batch agrees with the probe (median {median:.1g})")
+
+
+def unit_files(out: Path, unit: list[int]) -> list[Path]:
+    from common.hidden_files import hidden_file
+
+    return [hidden_file(out, i) for i in unit]
+
+
+def read_journal(out: Path, units, lengths, token_bytes) -> dict[int, dict]:
+    """Units that an earlier run finished: noted in the journal and whole on the disk."""
+    path = out / JOURNAL
+    done: dict[int, dict] = {}
+    if not path.exists():
+        return done
+    kept = b""
+    for line in path.read_bytes().splitlines(keepends=True):
+        if not line.endswith(b"\n"):  # the kill came in the middle of this line
+            break
+        kept += line
+        entry = json.loads(line)
+        unit = units[entry["unit"]]
+        if all(
+            f.is_file() and f.stat().st_size >= lengths[i] * token_bytes
+            for i, f in zip(unit, unit_files(out, unit), strict=True)
+        ):
+            done[entry["unit"]] = entry
+    with artifacts.atomic_file(path) as f:
+        f.write(kept)
+    return done
+
+
+def check_layers(layers: list[int], model) -> list[int]:
+    wrong = [i for i in layers if not 0 <= i < model.num_layers]
+    if wrong or len(set(layers)) != len(layers):
+        raise cli.UserError(
+            f"--layers {' '.join(map(str, layers))}: expected distinct layers from 0 to"
+            f" {model.num_layers - 1}"
+        )
+    return sorted(layers)
+
+
+def check_dtype(dtype: str, model) -> str:
+    """Resolve `auto` to the verifier's dtype; refuse float16 where vLLM rescales the stream."""
+    if dtype == "auto":
+        dtype = str(model.text.get("dtype") or model.text.get("torch_dtype") or "bfloat16")
+        dtype = dtype.removeprefix("torch.")
+    if dtype not in ("bfloat16", "float16", "float32"):
+        raise cli.UserError(f"the verifier's dtype is {dtype!r}; pass --dtype")
+    if dtype == "float16" and "kv_lora_rank" in model.text:
+        raise cli.UserError(
+            "--dtype float16: vLLM divides the residual stream of DeepSeek-class models by"
+            " routed_scaling_factor in float16; use bfloat16"
+        )
+    return dtype
+
+
+if __name__ == "__main__":
+    cli.run(main)
