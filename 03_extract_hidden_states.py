@@ -20,14 +20,7 @@ JOURNAL = "journal.jsonl"
 def parse_args():
     p = cli.Parser(STAGE, __doc__)
     p.add_common("--model-path", "--prepared-data", "--output-dir", "--max-samples")
-    p.add_common("--max-seq-len")
-    p.add_argument(
-        "--layers",
-        type=int,
-        nargs="+",
-        metavar="I",
-        help="layers to capture, 0-based (default 2, n//2, n-3, n-1)",
-    )
+    p.add_common("--max-seq-len", "--layers")
     p.add_argument("--tp-size", type=cli.positive_int, default=1, metavar="GPUS")
     p.add_argument(
         "--max-batch-tokens",

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 SECTIONS = ("common", "regenerate", "prepare", "vocab", "extract", "train", "evaluate")
 
 # Keys of the YAML's `common` section: read by every script that has the flag.
-COMMON_KEYS = ("model_path", "max_seq_len", "seed", "trust_remote_code")
+COMMON_KEYS = ("model_path", "max_seq_len", "layers", "seed", "trust_remote_code")
 
 
 class UserError(Exception):
@@ -101,6 +101,12 @@ class Parser(argparse.ArgumentParser):
             "--max-samples": dict(type=positive_int, metavar="N", help="use the first N samples"),
             "--max-seq-len": dict(
                 type=positive_int, default=2048, metavar="TOKENS", help="longest sample, in tokens"
+            ),
+            "--layers": dict(
+                type=int,
+                nargs="+",
+                metavar="I",
+                help="layers captured, 0-based (default 2, n//2, n-3, n-1)",
             ),
             "--seed": dict(type=int, default=0, help="seed of everything random"),
             "--dry-run": dict(action="store_true", help="check everything, print the plan, stop"),

@@ -1,0 +1,99 @@
+"""The draft as a speculators checkpoint, which vLLM loads as it is."""
+
+import os
+import shutil
+from pathlib import Path
+
+import torch
+
+from common.artifacts import fsync_folder
+from common.eagle3 import DraftShape, Eagle3Draft
+from common.verifier import Verifier
+
+FILES = ("config.json", "model.safetensors")
+
+
+def serving_layer_ids(layers: list[int]) -> list[int]:
+    """Our layer i (the stream after layer i) is vLLM's and speculators' id i + 1 (the stream
+    entering layer i + 1). This is the only place where the two conventions meet."""
+    return [i + 1 for i in layers]
+
+
+def speculators_config(shape: DraftShape, verifier: Verifier, aux_layers: list[int], depths: int):
+    """Build the Eagle3SpeculatorConfig; the verifier is named by its path or hub name."""
+    from speculators.config import SpeculatorsConfig, VerifierConfig
+    from speculators.models.eagle3 import Eagle3SpeculatorConfig
+    from speculators.proposals.greedy import GreedyTokenProposalConfig
+    from transformers import LlamaConfig
+
+    layer = LlamaConfig(
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=1,
+        num_attention_heads=shape.num_attention_heads,
+        num_key_value_heads=shape.num_key_value_heads,
+        head_dim=shape.head_dim,
+        vocab_size=shape.vocab_size,
+        max_position_embeddings=verifier.max_positions or 4096,
+        rms_norm_eps=shape.rms_norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    layer._attn_implementation = "eager"
+    return Eagle3SpeculatorConfig(
+        transformer_layer_config=layer,
+        draft_vocab_size=shape.draft_vocab_size,
+        norm_before_residual=shape.norm_before_residual,
+        norm_before_fc=shape.norm_before_fc,
+        norm_output=shape.norm_output,
+        eagle_aux_hidden_state_layer_ids=serving_layer_ids(aux_layers),
+        speculators_config=SpeculatorsConfig(
+            algorithm="eagle3",
+            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=depths)],
+            default_proposal_method="greedy",
+            verifier=VerifierConfig(
+                name_or_path=verifier.path, architectures=[verifier.architecture]
+            ),
+        ),
+    )
+
+
+def export_draft(
+    folder: Path,
+    draft: Eagle3Draft,
+    verifier: Verifier,
+    aux_layers: list[int],
+    depths: int,
+    d2t: torch.Tensor,
+    t2d: torch.Tensor,
+    dtype: torch.dtype,
+) -> None:
+    """Write config.json and model.safetensors through speculators, whole or not at all.
+
+    The embedding is the verifier's and is left out: the server shares its own.
+    """
+    from speculators.models.eagle3 import Eagle3DraftModel
+
+    config = speculators_config(draft.shape, verifier, aux_layers, depths)
+    config.dtype = dtype
+    with torch.device("meta"):
+        model = Eagle3DraftModel(config)
+    tensors = {k: v.detach().to("cpu", dtype) for k, v in draft.state_dict().items()}
+    tensors |= {"d2t": d2t, "t2d": t2d}
+    unknown = model.load_state_dict(tensors, strict=False, assign=True).unexpected_keys
+    if unknown:
+        raise RuntimeError(f"speculators does not know {unknown}")
+    partial = folder / ".export.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        model.save_pretrained(partial, state_dict=tensors)
+        for name in FILES:
+            with open(partial / name, "rb") as f:
+                os.fsync(f.fileno())
+            os.replace(partial / name, folder / name)
+        fsync_folder(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

@@ -1,0 +1,201 @@
+"""Serve a draft in real vLLM and measure it: the verifier alone, then with the draft.
+
+Greedy decoding of held-out prompts. Reports mean acceptance length (tokens a forward pass
+of the verifier, 1 + accepted) with its 95% interval over prompts, acceptance a position,
+tokens/s of both, and how many answers are identical. With --hidden-states it also checks
+that the tensor entering the draft's `fc` inside vLLM is what 03 stored for the same
+tokens: training and serving must mean the same layers, and acceptance does not show it.
+"""
+
+import json
+import random
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from common import artifacts, cli, progress
+
+STAGE = "evaluate"
+
+
+def parse_args():
+    p = cli.Parser(STAGE, __doc__)
+    p.add_common("--model-path")
+    p.add_argument("--draft", metavar="DIR", help="checkpoint written by 04")
+    p.add_argument("--prompts", nargs="+", metavar="FILE", help="held-out chat rows")
+    p.add_common("--output-dir", "--max-samples", "--max-seq-len", "--hidden-states")
+    p.add_argument("--num-speculative-tokens", type=cli.positive_int, default=3, metavar="N")
+    p.add_argument("--max-new-tokens", type=cli.positive_int, default=256, metavar="TOKENS")
+    p.add_argument("--tp-size", type=cli.positive_int, default=1, metavar="GPUS")
+    p.add_argument("--batch-size", type=cli.positive_int, default=32, help="prompts at a time")
+    p.add_argument("--gpu-memory-utilization", type=float, default=0.9, metavar="FRACTION")
+    p.add_argument("--dtype", default="auto", help="of verifier and draft; float32 is lossless")
+    p.add_argument("--engine-args", type=cli.json_object, default={}, metavar="JSON")
+    p.add_common("--seed", "--dry-run", "--overwrite", "--trust-remote-code")
+    p.need("--model-path", "--draft", "--prompts", "--output-dir")
+    return p.parse()
+
+
+def main() -> None:
+    args = parse_args()
+    progress.quiet_libraries()
+    started = time.monotonic()
+    out = Path(args.output_dir)
+
+    # ---------------------------------------------------------------- check
+    from common import rows, serving, verifier
+
+    model = verifier.load_verifier(args.model_path)
+    draft = Path(args.draft)
+    serving.check_draft(draft, model)
+    files = [Path(p) for p in args.prompts]
+    settings = {
+        "num_speculative_tokens": args.num_speculative_tokens,
+        "max_new_tokens": args.max_new_tokens,
+        "max_samples": args.max_samples,
+        "max_seq_len": args.max_seq_len,
+        "batch_size": args.batch_size,
+        "dtype": args.dtype,
+        "checked_hidden_states": bool(args.hidden_states),
+    }
+    inputs = {
+        "prompts": rows.digest(files),
+        "draft": artifacts.sha256_json(
+            [artifacts.sha256_file(draft / n) for n in ("config.json", "model.safetensors")]
+        ),
+        "verifier": verifier.fingerprint(model),
+    }
+    if artifacts.earlier_run(out, STAGE, settings, inputs, args.overwrite) == "complete":
+        progress.log((out / "table.txt").read_text().rstrip())
+        progress.log(f"evaluate: {out} is complete (--overwrite makes it again)")
+        return
+    found = list(rows.read_rows(files, args.max_samples))
+    if args.dry_run:
+        progress.log(f"evaluate: dry run, {draft} fits the verifier; {len(found)} prompts")
+        return
+    artifacts.prepare_output(out, args.overwrite)
+
+    # ---------------------------------------------------------------- prompts
+    from common import chat
+
+    tokenizer = chat.load_tokenizer(args.model_path, args.trust_remote_code)
+    prompts = {}
+    for n, row in enumerate(found):
+        try:
+            messages = chat.messages_of(row.value)
+            while messages and messages[-1]["role"] == "assistant":
+                messages.pop()
+            ids = chat.render(tokenizer, messages, True, row.value.get("tools"))
+        except chat.RowError as e:
+            raise cli.UserError(f"{row.where}: {e}") from None
+        if len(ids) + args.max_new_tokens > args.max_seq_len:
+            raise cli.UserError(
+                f"{row.where}: {len(ids)} prompt tokens + --max-new-tokens {args.max_new_tokens}"
+                f" exceed --max-seq-len {args.max_seq_len}"
+            )
+        prompts[f"{n}"] = ids
+
+    # ---------------------------------------------------------------- run
+    from common import engine
+
+    engine.prepare_environment(args.tp_size)
+    base = engine.default_engine_args(model, args.tp_size) | {
+        "dtype": args.dtype,
+        "max_model_len": args.max_seq_len,
+        "max_num_seqs": args.batch_size,
+        "gpu_memory_utilization": args.gpu_memory_utilization,
+        "trust_remote_code": args.trust_remote_code,
+        "skip_tokenizer_init": True,
+        "disable_log_stats": False,  # the acceptance counters
+    }
+    spec = {
+        "model": str(draft),
+        "method": "eagle3",
+        "num_speculative_tokens": args.num_speculative_tokens,
+    }
+    llm = engine.start_engine(base, args.engine_args)
+    plain = serving.generate(llm, prompts, model.end_ids, args.max_new_tokens, "verifier alone")
+    engine.stop_engine(llm)
+    del llm
+    extension = {"worker_extension_cls": "common.serving.ServingExtension", "enforce_eager": True}
+    llm = engine.start_engine(base | extension | {"speculative_config": spec}, args.engine_args)
+    fed = None
+    if args.hidden_states:
+        fed = serving.check_fed_states(llm, Path(args.hidden_states), args.max_seq_len)
+    before = serving.spec_counters(llm)
+    drafted = serving.generate(llm, prompts, model.end_ids, args.max_new_tokens, "with draft")
+    counters = {k: v - before[k] for k, v in serving.spec_counters(llm).items()}
+    engine.stop_engine(llm)
+
+    # ---------------------------------------------------------------- report
+    result = summary(plain, drafted, counters, args.num_speculative_tokens, args.seed)
+    if fed is not None:
+        result["fed_states_relative_error"] = fed
+    table = format_table(result, args, len(prompts))
+    (out / "table.txt").write_text(table + "\n", encoding="utf-8")
+    artifacts.write_json(out / "result.json", result)
+    digest = artifacts.sha256_file(out / "result.json")
+    seconds = time.monotonic() - started
+    artifacts.write_json(
+        out / artifacts.REPORT,
+        artifacts.report(STAGE, settings, inputs, {"prompts": len(prompts)}, digest, seconds),
+    )
+    progress.log(table)
+    low, high = result["interval_95"]
+    progress.log(
+        f"evaluate: acceptance length {result['acceptance_length']:.3f}"
+        f" (95% {low:.3f} to {high:.3f}) over {len(prompts)} prompts;"
+        f" {progress.duration(seconds)} -> {out}"
+    )
+
+
+def summary(plain, drafted, counters, depths: int, seed: int) -> dict:
+    """Rates of both runs. The interval is a bootstrap over prompts, since passes of one
+    prompt are alike."""
+    drafts, accepted = counters["drafts"], counters["accepted"]
+    if not drafts:
+        raise cli.UserError("vLLM made no drafts: is the draft served by this vLLM at all?")
+    per_prompt = [(o.passes, o.passes_tokens) for o in drafted.answers.values() if o.passes]
+    rng = random.Random(seed)
+    means = []
+    for _ in range(2000):
+        picked = rng.choices(per_prompt, k=len(per_prompt))
+        means.append(sum(t for _, t in picked) / sum(p for p, _ in picked))
+    means.sort()
+    same = sum(plain.answers[k].ids == drafted.answers[k].ids for k in plain.answers)
+    return {
+        "acceptance_length": 1 + accepted / drafts,
+        "interval_95": [means[49], means[1949]],
+        "drafts": int(drafts),
+        "acceptance_by_position": [counters[f"position_{i}"] / drafts for i in range(depths)],
+        "verifier_tokens_per_second": plain.tokens / plain.seconds,
+        "draft_tokens_per_second": drafted.tokens / drafted.seconds,
+        "speed_ratio": (drafted.tokens / drafted.seconds) / (plain.tokens / plain.seconds),
+        "identical_share": same / len(plain.answers),
+        "tokens": drafted.tokens,
+    }
+
+
+def format_table(result: dict, args, count: int) -> str:
+    positions = " ".join(f"{100 * a:.1f}%" for a in result["acceptance_by_position"])
+    low, high = result["interval_95"]
+    lines = [
+        ("prompts, drafts", f"{count}, {result['drafts']}"),
+        ("acceptance length", f"{result['acceptance_length']:.3f} (95% {low:.3f} to {high:.3f})"),
+        ("acceptance a position", positions),
+        ("verifier alone", f"{result['verifier_tokens_per_second']:.0f} tok/s"),
+        (
+            "with the draft",
+            f"{result['draft_tokens_per_second']:.0f} tok/s ({result['speed_ratio']:.2f}x)",
+        ),
+        ("identical answers", f"{100 * result['identical_share']:.0f}%"),
+    ]
+    if "fed_states_relative_error" in result:
+        lines.append(("fed states vs 03's", f"relative {result['fed_states_relative_error']:.1e}"))
+    return "\n".join(f"  {name:<22} {value}" for name, value in lines)
+
+
+if __name__ == "__main__":
+    cli.run(main)
