@@ -157,9 +157,7 @@ def main() -> None:
 
     # ---------------------------------------------------------------- report
     draw_curves(out)
-    digest = artifacts.sha256_json(
-        [artifacts.sha256_file(out / name) for name in ("config.json", "model.safetensors")]
-    )
+    digest = artifacts.sha256_file(out / "model.safetensors")
     seconds = time.monotonic() - started
     counts = {"samples": len(train), "heldout": len(held), "steps": len(plan), "tokens": tokens}
     artifacts.write_json(
@@ -306,7 +304,7 @@ def build(args, model, shape, d2t, device, dtype):
     )
     torch.manual_seed(args.seed)
     draft = eagle3.Eagle3Draft(shape)
-    eagle3.initialize(draft, head_VH[target_D], tensors["norm"])
+    eagle3.initialize(draft, head_VH[target_D])
     draft.to(device)
     draft.lm_head.weight.requires_grad_(args.train_lm_head)
     return teacher, draft

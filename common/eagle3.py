@@ -103,13 +103,12 @@ class Eagle3Draft(nn.Module):
 
 
 @torch.no_grad()
-def initialize(draft: Eagle3Draft, head_DH: torch.Tensor, norm_H: torch.Tensor) -> None:
-    """Random weights from torch's generator; head and output norm start as the verifier's."""
+def initialize(draft: Eagle3Draft, head_DH: torch.Tensor) -> None:
+    """Random weights from torch's generator; the head starts as the verifier's rows [D, H]."""
     for parameter in draft.parameters():
         if parameter.dim() == 2:
             parameter.normal_(0, 0.02)
     draft.lm_head.weight.copy_(head_DH)
-    draft.norm.weight.copy_(norm_H)
 
 
 # ---------------------------------------------------------------- attention

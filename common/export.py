@@ -26,6 +26,7 @@ def speculators_config(shape: DraftShape, verifier: Verifier, aux_layers: list[i
     from speculators.proposals.greedy import GreedyTokenProposalConfig
     from transformers import LlamaConfig
 
+    path = Path(verifier.path)
     layer = LlamaConfig(
         hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size,
@@ -55,7 +56,8 @@ def speculators_config(shape: DraftShape, verifier: Verifier, aux_layers: list[i
             proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=depths)],
             default_proposal_method="greedy",
             verifier=VerifierConfig(
-                name_or_path=verifier.path, architectures=[verifier.architecture]
+                name_or_path=str(path.resolve()) if path.is_dir() else verifier.path,
+                architectures=[verifier.architecture],
             ),
         ),
     )
@@ -78,9 +80,8 @@ def export_draft(
     from speculators.models.eagle3 import Eagle3DraftModel
 
     config = speculators_config(draft.shape, verifier, aux_layers, depths)
-    config.dtype = dtype
     with torch.device("meta"):
-        model = Eagle3DraftModel(config)
+        model = Eagle3DraftModel(config).to(dtype)
     tensors = {k: v.detach().to("cpu", dtype) for k, v in draft.state_dict().items()}
     tensors |= {"d2t": d2t, "t2d": t2d}
     unknown = model.load_state_dict(tensors, strict=False, assign=True).unexpected_keys

@@ -62,9 +62,7 @@ def main() -> None:
     }
     inputs = {
         "prompts": rows.digest(files),
-        "draft": artifacts.sha256_json(
-            [artifacts.sha256_file(draft / n) for n in ("config.json", "model.safetensors")]
-        ),
+        "draft": artifacts.sha256_file(draft / "model.safetensors"),
         "verifier": verifier.fingerprint(model),
     }
     if artifacts.earlier_run(out, STAGE, settings, inputs, args.overwrite) == "complete":
