@@ -6,6 +6,7 @@ tools/regenerate_responses.py writes them) pass through, checked. Writes
 OUTPUT_DIR/tokenized_data.jsonl: {"id", "input_ids", "loss_mask"} a line.
 """
 
+import functools
 import json
 import time
 from collections import Counter
@@ -63,13 +64,16 @@ def main() -> None:
     # ---------------------------------------------------------------- load
     from common import chat
 
-    tokenizer = chat.load_tokenizer(args.model_path, args.trust_remote_code)
+    @functools.cache
+    def tokenizer():
+        """Loaded at the first chat row: tokenized rows need none."""
+        return chat.load_tokenizer(args.model_path, args.trust_remote_code)
+
     if args.dry_run:
         first = next(rows.read_rows(sources, 1))
         made, _ = encode_row(first, 0, tokenizer, model, args.max_seq_len)
         progress.log(
-            f"prepare: dry run, the tokenizer loads and {first.where} becomes {len(made)} sample(s);"
-            " nothing was written"
+            f"prepare: dry run, {first.where} becomes {len(made)} sample(s); nothing was written"
         )
         return
     artifacts.prepare_output(out, args.overwrite)
@@ -137,7 +141,7 @@ def encode_row(row, n: int, tokenizer, model, max_seq_len: int) -> tuple[list[di
     else:
         messages = chat.messages_of(row.value)
         tools = row.value.get("tools")
-        encoded = chat.encode_conversation(tokenizer, messages, tools, model.end_ids)
+        encoded = chat.encode_conversation(tokenizer(), messages, tools, model.end_ids)
     made, fates = [], []
     for k, sample in enumerate(encoded):
         ids, mask = sample.input_ids[:max_seq_len], sample.loss_mask[:max_seq_len]

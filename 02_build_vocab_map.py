@@ -98,7 +98,9 @@ def main() -> None:
         "special_tokens": int(always.sum()),
         "filler_slots": filler,
     }
-    digest = artifacts.sha256_json([artifacts.sha256_file(out / f"{n}.npy") for n in ("d2t", "t2d")])
+    digest = artifacts.sha256_json(
+        [artifacts.sha256_file(out / f"{n}.npy") for n in ("d2t", "t2d")]
+    )
     seconds = time.monotonic() - started
     artifacts.write_json(
         out / artifacts.REPORT,

@@ -52,7 +52,9 @@ def parse_args():
     p.add_argument("--clip", type=float, default=1.0, help="largest gradient norm")
     p.add_argument("--heldout-fraction", type=float, default=0.05, help="of conversations")
     p.add_argument("--train-lm-head", action=cli.argparse.BooleanOptionalAction, default=True)
-    p.add_argument("--norm-before-residual", action=cli.argparse.BooleanOptionalAction, default=True)
+    p.add_argument(
+        "--norm-before-residual", action=cli.argparse.BooleanOptionalAction, default=True
+    )
     p.add_argument("--norm-before-fc", action=cli.argparse.BooleanOptionalAction, default=True)
     p.add_argument("--norm-output", action=cli.argparse.BooleanOptionalAction, default=False)
     p.add_argument(
@@ -151,7 +153,8 @@ def main() -> None:
     )
 
     # ---------------------------------------------------------------- work
-    reader = packing.RowReader(hidden, data, args.ttt_steps, args.loss_rule)
+    fill = packing.fill_to(args.max_batch_tokens) if device == "cpu" else 0
+    reader = packing.RowReader(hidden, data, args.ttt_steps, args.loss_rule, fill)
     run = (args, model, shape, layers, device, dtype, d2t, t2d)
     result = train_draft(run, reader, plan, held, lengths, out)
 
@@ -238,7 +241,7 @@ def train_draft(run, reader, plan, held, lengths, out: Path) -> dict | None:
                 )
             losses = [float(s) / n for s, n in zip(result.loss_sums, result.counts, strict=True)]
             accuracy = [int(c) / n for c, n in zip(result.correct, result.counts, strict=True)]
-            n = len(row.ids_T)
+            n = sum(lengths[i] for i in plan[step - 1][1])
             seconds = time.monotonic() - began
             line = {
                 "step": step,

@@ -42,7 +42,9 @@ def find_decoder(model: nn.Module, num_layers: int) -> tuple[nn.Module, nn.Modul
         for embedding in ("embed_tokens", "embedding"):
             if isinstance(getattr(parent, embedding, None), nn.Module):
                 return getattr(parent, embedding), found
-    names = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) or n.count(".") < 2]
+    names = [
+        n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) or n.count(".") < 2
+    ]
     raise CaptureError(
         f"cannot find the {num_layers} decoder layers and their embedding in"
         f" {type(model).__name__}; its modules are {', '.join(filter(None, names))}"

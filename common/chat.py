@@ -57,7 +57,9 @@ def load_tokenizer(model_path: str, trust_remote_code: bool) -> Any:
     except Exception as e:  # missing files, remote code without the flag, hub errors
         text = " ".join(str(e).split())[:300]
         if "trust_remote_code" in text:
-            text = "its tokenizer is Python code that ships with the model; pass --trust-remote-code"
+            text = (
+                "its tokenizer is Python code that ships with the model; pass --trust-remote-code"
+            )
         raise UserError(f"--model-path {model_path}: cannot load the tokenizer: {text}") from None
     if not getattr(tokenizer, "chat_template", None):
         raise UserError(f"--model-path {model_path}: its tokenizer has no chat template")
@@ -81,7 +83,9 @@ def messages_of(row: dict[str, Any]) -> list[dict[str, Any]]:
             raise RowError("malformed turn", f"turn {n} is not an object")
         role = turn.get("role", turn.get("from"))
         if role not in ROLES:
-            raise RowError("unknown role", f"turn {n} has role {role!r}{nearest(str(role), [*ROLES])}")
+            raise RowError(
+                "unknown role", f"turn {n} has role {role!r}{nearest(str(role), [*ROLES])}"
+            )
         content = turn.get("content", turn.get("value"))
         if content is None and turn.get("tool_calls"):
             content = ""

@@ -13,8 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from common.loss_table import needed_columns
-
 
 @dataclass(frozen=True)
 class DraftShape:
@@ -155,7 +153,12 @@ def ttt_attention(
     Returns:
         [N, h, d].
     """
-    scale = q_Nhd.shape[-1] ** -0.5
+    scale, out_dtype = q_Nhd.shape[-1] ** -0.5, q_Nhd.dtype
+    if q_Nhd.device.type == "cpu":
+        # oneDNN compiles a kernel for every new shape of a bfloat16 product, which costs more
+        # than these small products; float32 ones need none.
+        q_Nhd, k_Thd, v_Thd = q_Nhd.float(), k_Thd.float(), v_Thd.float()
+        own_k, own_v = [k.float() for k in own_k], [v.float() for v in own_v]
     # split, not slices: its gradient is one concatenation
     k_samples, v_samples = k_Thd.split(lengths), v_Thd.split(lengths)
     own = [(k.split(counts), v.split(counts)) for k, v in zip(own_k, own_v, strict=True)]
@@ -176,7 +179,7 @@ def ttt_attention(
         for j, (_, v) in enumerate(own):
             out_hnd = out_hnd + p_hns[..., lengths[n] + j, None] * v[n].transpose(0, 1)
         parts.append(out_hnd.transpose(0, 1))
-    return torch.cat(parts)
+    return torch.cat(parts).to(out_dtype)
 
 
 # ---------------------------------------------------------------- the step
@@ -188,7 +191,8 @@ class PackedRow:
 
     aux_TAH [T, A*H], last_TH [T, H] (final layer before the final norm), ids_T int64 [T],
     positions_T int64 [T] (from 0 in each sample), starts: first token of each sample,
-    table: bool [depths, T] of common.loss_table.
+    table: bool [depths, T] of common.loss_table; columns: per depth, ascending, the columns
+    to compute (at least loss_table.needed_columns; each depth's contain the next's).
     """
 
     aux_TAH: torch.Tensor
@@ -197,6 +201,7 @@ class PackedRow:
     positions_T: torch.Tensor
     starts: list[int]
     table: torch.Tensor
+    columns: list[torch.Tensor]
 
 
 def ttt_states(
@@ -206,14 +211,13 @@ def ttt_states(
 
     `dtype` is that of the activations (the caller's autocast dtype, or the parameters').
     The states are those before the output norm. Depth 0 makes keys and values for every
-    token; everything else runs for the columns that some loss needs.
+    token; everything else runs for the row's columns alone.
     """
     s, layer = draft.shape, draft.layers[0]
     attn = layer.self_attn
     repeat = s.num_attention_heads // s.num_key_value_heads
     T = len(row.ids_T)
     device = row.ids_T.device
-    needed = [n.to(device) for n in needed_columns(row.table)]
     borders = torch.tensor([*row.starts, T])
     lengths = borders.diff().tolist()
 
@@ -244,26 +248,28 @@ def ttt_states(
     own_k: list[torch.Tensor] = []
     own_v: list[torch.Tensor] = []
     states: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for k, columns_N in enumerate(needed):
+    for k, columns_N in enumerate(c.to(device) for c in row.columns):
         if len(columns_N) == 0:
             break
         if k == 0:
             x_N2H, residual_NH = x_T2H[columns_N], residual_TH[columns_N]
         else:
             before_N, out_NH = states[-1]
-            kept = torch.searchsorted(before_N, columns_N)  # N_k is part of N_{k-1}
+            kept = torch.searchsorted(before_N, columns_N)  # depth k's are part of k-1's
+            tokens_N = (columns_N + 1 + k).clamp(max=T - 1)
             hidden_NH = draft.norm(out_NH) if s.norm_output else out_NH
             own_k = [x[kept] for x in own_k]
             own_v = [x[kept] for x in own_v]
-            x_N2H, residual_NH = layer_input(row.ids_T[columns_N + 1 + k], hidden_NH[kept])
+            x_N2H, residual_NH = layer_input(row.ids_T[tokens_N], hidden_NH[kept])
             k_Nhd, v_Nhd = keys_values(x_N2H, row.positions_T[columns_N] + k)
             own_k.append(k_Nhd)
             own_v.append(v_Nhd)
         q_Nhd = heads(attn.q_proj(x_N2H), s.num_attention_heads, 1)
         q_Nhd = rotate(q_Nhd, row.positions_T[columns_N] + k, s.rope_theta)
-        counts = torch.searchsorted(columns_N.cpu(), borders).diff().tolist()
+        counts = torch.searchsorted(row.columns[k], borders).diff().tolist()
         places_N = row.positions_T[columns_N]
-        mixed_Nhd = ttt_attention(q_Nhd, k_Thd, v_Thd, own_k, own_v, places_N, lengths, counts)
+        with torch.autocast(device.type, enabled=False):
+            mixed_Nhd = ttt_attention(q_Nhd, k_Thd, v_Thd, own_k, own_v, places_N, lengths, counts)
         hidden_NH = residual_NH + attn.o_proj(mixed_Nhd.flatten(1))
         hidden_NH = hidden_NH + layer.mlp(layer.post_attention_layernorm(hidden_NH))
         states.append((columns_N, hidden_NH))

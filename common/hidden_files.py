@@ -38,16 +38,16 @@ def write_hidden(path: Path, hidden_TLH: "torch.Tensor", token_ids_T: "torch.Ten
     """Write one sample's file, whole or not at all; returns the sha256 of its bytes."""
     from safetensors.torch import save
 
-    data = save(
-        {"hidden_states": hidden_TLH.contiguous(), "token_ids": token_ids_T.contiguous()}
-    )
+    data = save({"hidden_states": hidden_TLH.contiguous(), "token_ids": token_ids_T.contiguous()})
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as f:
         f.write(data)
     return hashlib.sha256(data).hexdigest()
 
 
-def check_hidden_file(path: Path, tokens: int, num_layers: int, hidden_size: int, dtype: str) -> None:
+def check_hidden_file(
+    path: Path, tokens: int, num_layers: int, hidden_size: int, dtype: str
+) -> None:
     """UserError unless the file is whole and of the shape that the report promises."""
     if not path.is_file():
         raise UserError(f"{path}: missing; run 03 again, it makes what is missing")

@@ -43,9 +43,8 @@ class LinearKL(torch.autograd.Function):
     """Sum over rows of KL(p || softmax(states @ head.T)); see `linear_kl`."""
 
     @staticmethod
-    def forward(ctx, states_NH, head_DH, p_UD, negentropy_U, at_N):
-        head = head_DH.to(states_NH.dtype)
-        logits_ND = states_NH @ head.T
+    def forward(ctx, states_NH, head_DH, p_UD, negentropy_U, at_N, real):
+        logits_ND = states_NH @ head_DH.T
         predicted_N = torch.empty(len(states_NH), dtype=torch.int64, device=states_NH.device)
         loss_N = negentropy_U[at_N]
         for part in row_chunks(logits_ND):
@@ -60,29 +59,36 @@ class LinearKL(torch.autograd.Function):
             loss_N[part] += (sum_n1.log() + top_n1)[:, 0] * p_nD.sum(-1)
             logits_ND[part] = (q_nD / sum_n1).sub_(p_nD).to(logits_ND.dtype)
         d_logits_ND = logits_ND  # d loss / d logits = q - p
-        grad_states = d_logits_ND @ head
-        grad_head = (d_logits_ND.T @ states_NH).float() if head_DH.requires_grad else None
+        d_logits_ND[real:] = 0
+        grad_states = d_logits_ND @ head_DH
+        grad_head = d_logits_ND.T @ states_NH if ctx.needs_input_grad[1] else None
         ctx.save_for_backward(grad_states, grad_head)
+        predicted_N = predicted_N[:real]
         ctx.mark_non_differentiable(predicted_N)
-        return loss_N.sum(), predicted_N
+        return loss_N[:real].sum(), predicted_N
 
     @staticmethod
     def backward(ctx, grad_total, _grad_predicted):
         grad_states, grad_head = ctx.saved_tensors
         if grad_head is not None:
-            grad_head = grad_head * grad_total
-        return grad_states * grad_total.to(grad_states.dtype), grad_head, None, None, None
+            grad_head = grad_head * grad_total.to(grad_head.dtype)
+        return grad_states * grad_total.to(grad_states.dtype), grad_head, None, None, None, None
 
 
 def linear_kl(
-    states_NH: torch.Tensor, head_DH: torch.Tensor, teacher: TeacherProbs, at_N: torch.Tensor
+    states_NH: torch.Tensor,
+    head_DH: torch.Tensor,
+    teacher: TeacherProbs,
+    at_N: torch.Tensor,
+    real: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (sum of KL over rows, float32 scalar; the draft's argmax ids int64 [N]).
+    """Return (sum of KL over the first `real` rows, float32 scalar; their argmax ids, int64).
 
     Args:
         states_NH: normed states, in the compute dtype.
-        head_DH: the draft's head; it gets a gradient where it requires one.
+        head_DH: the draft's head in the compute dtype; it gets a gradient where it requires one.
         teacher: the verifier's distributions, made once a step.
         at_N: the teacher's row that each state is to match.
+        real: rows after these are filling (see common.packing.FILL).
     """
-    return LinearKL.apply(states_NH, head_DH, teacher.p_UD, teacher.negentropy_U, at_N)
+    return LinearKL.apply(states_NH, head_DH, teacher.p_UD, teacher.negentropy_U, at_N, real)

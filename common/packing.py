@@ -9,7 +9,7 @@ import torch
 
 from common.eagle3 import PackedRow
 from common.hidden_files import hidden_file, read_hidden
-from common.loss_table import loss_table
+from common.loss_table import loss_table, needed_columns
 from common.samples import Sample
 
 
@@ -47,34 +47,56 @@ def pack_rows(lengths: dict[int, int], budget: int, shuffle: int | None) -> list
     return rows
 
 
+# On a CPU, oneDNN compiles a kernel for every new shape of a bfloat16 product (about 10 ms
+# each, as much as the product itself). There, rows are filled up to one length and columns to
+# a multiple of this, so that shapes repeat.
+FILL = 128
+
+
 @dataclass(frozen=True)
 class RowReader:
-    """Reads packed rows from a hidden-states folder; called from a loader thread."""
+    """Reads packed rows from a hidden-states folder; called from a loader thread.
+
+    `fill_to`: tokens to which rows are filled up (0: not), see FILL.
+    """
 
     folder: Path
     samples: dict[int, Sample]
     depths: int
     rule: str
+    fill_to: int = 0
 
     def read(self, indices: list[int]) -> PackedRow:
-        """Read samples into a row on the CPU; ValueError-free by the checks of 04."""
-        hidden, starts, masks = [], [], []
-        at = 0
-        for index in indices:
-            sample = self.samples[index]
-            hidden_TLH, _ = read_hidden(hidden_file(self.folder, index))
-            hidden.append(hidden_TLH)
-            starts.append(at)
-            masks.append(torch.tensor(sample.loss_mask, dtype=torch.bool))
-            at += len(sample.input_ids)
+        """Read samples into a row on the CPU."""
+        hidden = [read_hidden(hidden_file(self.folder, i))[0] for i in indices]
+        ids = [torch.tensor(self.samples[i].input_ids) for i in indices]
+        masks = [torch.tensor(self.samples[i].loss_mask, dtype=torch.bool) for i in indices]
+        if self.fill_to:
+            n = self.fill_to + FILL - sum(len(x) for x in ids)
+            hidden.append(hidden[0].new_zeros(n, *hidden[0].shape[1:]))
+            ids.append(torch.zeros(n, dtype=torch.int64))
+            masks.append(torch.zeros(n, dtype=torch.bool))
+        starts = [0]
+        for x in ids[:-1]:
+            starts.append(starts[-1] + len(x))
         row_TLH = torch.cat(hidden)
-        ids = [i for index in indices for i in self.samples[index].input_ids]
-        positions = [torch.arange(len(m)) for m in masks]
+        table = loss_table(torch.cat(masks), starts, self.depths, self.rule)
+        columns = needed_columns(table)
+        if self.fill_to:
+            # every depth runs the same columns, some of the filling's among them
+            extra = -len(columns[0]) % FILL
+            columns = [torch.cat([columns[0], starts[-1] + torch.arange(extra)])] * self.depths
         return PackedRow(
             aux_TAH=row_TLH[:, :-1].flatten(1),
             last_TH=row_TLH[:, -1],
-            ids_T=torch.tensor(ids),
-            positions_T=torch.cat(positions),
+            ids_T=torch.cat(ids),
+            positions_T=torch.cat([torch.arange(len(x)) for x in ids]),
             starts=starts,
-            table=loss_table(torch.cat(masks), starts, self.depths, self.rule),
+            table=table,
+            columns=columns,
         )
+
+
+def fill_to(budget: int) -> int:
+    """Length that rows of at most `budget` tokens are filled up to on a CPU."""
+    return -(-budget // FILL) * FILL

@@ -48,7 +48,9 @@ def read_rows(names: list[Path], max_rows: int | None = None) -> Iterator[Row]:
             if max_rows is not None and n >= max_rows:
                 return
             if not isinstance(row.value, dict):
-                raise UserError(f"{row.where}: expected an object, found {type(row.value).__name__}")
+                raise UserError(
+                    f"{row.where}: expected an object, found {type(row.value).__name__}"
+                )
             yield row
             n += 1
         if empty:

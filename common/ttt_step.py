@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from common.eagle3 import Eagle3Draft, PackedRow, ttt_states
 from common.losses import linear_kl, teacher_probs
+from common.packing import FILL
 from common.selfcheck import rms_norm
 
 
@@ -54,31 +55,47 @@ def step_loss(
     # The target of column t at depth k is what the verifier's state t+1+k says: one row of
     # teacher logits per such state, however many depths use it.
     used_T = torch.zeros(len(row.ids_T), dtype=torch.bool, device=device)
-    loss_columns = []
+    chosen = []  # per depth: places of the loss columns among the depth's columns
     for k, (columns_N, _) in enumerate(states):
-        carries_N = table[k][columns_N]
-        loss_columns.append((columns_N[carries_N], carries_N))
-        used_T[columns_N[carries_N] + 1 + k] = True
+        places = table[k][columns_N].nonzero().view(-1)
+        used_T[columns_N[places] + 1 + k] = True
+        chosen.append(places)
+    used_U = used_T.nonzero().view(-1)
     with torch.no_grad():
-        normed_UH = rms_norm(row.last_TH[used_T], teacher.norm_H, teacher.eps).to(dtype)
+        last_UH = row.last_TH[filled(used_U)]
+        normed_UH = rms_norm(last_UH, teacher.norm_H, teacher.eps).to(dtype)
         probs = teacher_probs(normed_UH @ teacher.head_DH.T)
-    place_T = used_T.cumsum(0) - 1  # token → its row of probs
 
+    head_DH = draft.lm_head.weight.to(dtype)
     loss = torch.zeros((), device=device)
     loss_sums, correct, counts = [], [], []
-    for k, (_, state_NH) in enumerate(states):
-        columns, carries_N = loss_columns[k]
-        if len(columns) == 0:
+    for k, (columns_N, state_NH) in enumerate(states):
+        real = len(chosen[k])
+        if real == 0:
             break
-        normed_NH = draft.norm(state_NH[carries_N])
-        total, predicted = linear_kl(
-            normed_NH, draft.lm_head.weight, probs, place_T[columns + 1 + k]
-        )
-        loss = loss + depth_weights[k] * total / len(columns)
+        places = filled(chosen[k])
+        at_N = torch.searchsorted(used_U, columns_N[places] + 1 + k).clamp(max=len(used_U) - 1)
+        total, predicted = linear_kl(draft.norm(state_NH[places]), head_DH, probs, at_N, real)
+        loss = loss + depth_weights[k] * total / real
         loss_sums.append(total.detach())
-        correct.append((teacher.target_D[predicted] == row.ids_T[columns + 2 + k]).sum())
-        counts.append(len(columns))
+        hits = teacher.target_D[predicted] == token_after(row, columns_N[chosen[k]], 2 + k)
+        correct.append(hits.sum())
+        counts.append(real)
     return StepResult(loss, loss_sums, correct, counts)
+
+
+def filled(index_N: torch.Tensor) -> torch.Tensor:
+    """On a CPU, the indices filled up to a multiple of FILL with their first (see there)."""
+    if index_N.device.type != "cpu" or len(index_N) == 0:
+        return index_N
+    return torch.cat([index_N, index_N[:1].expand(-len(index_N) % FILL)])
+
+
+def token_after(row: PackedRow, columns: torch.Tensor, offset: int) -> torch.Tensor:
+    """The data's token `offset` after each column, -1 where the sample has ended."""
+    at = (columns + offset).clamp(max=len(row.ids_T) - 1)
+    inside = row.positions_T[at] == row.positions_T[columns] + offset
+    return torch.where(inside, row.ids_T[at], -1)
 
 
 @torch.no_grad()

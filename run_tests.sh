@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Format, lint, types, then the whole test suite (real vLLM on the CPU included).
+# Arguments go to pytest: ./run_tests.sh -k loss_table
+set -euo pipefail
+cd "$(dirname "$0")"
+tools/setup_venv.sh
+.venv/bin/ruff format --check .
+.venv/bin/ruff check .
+.venv/bin/mypy
+[ -f models/smollm2-135m-instruct/config.json ] ||
+    .venv/bin/python tools/make_smollm2.py --output-dir models/smollm2-135m-instruct
+exec .venv/bin/python -m pytest -q --durations=8 "$@"

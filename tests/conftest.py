@@ -1,0 +1,165 @@
+"""Shared parts of the tests: the real embedded verifier, a tiny random one, the scripts."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from common import engine, progress
+
+progress.quiet_libraries()
+engine.prepare_environment(1)
+
+SMOLLM2 = ROOT / "models" / "smollm2-135m-instruct"
+
+
+def script(name: str, *args: object, **kwargs) -> subprocess.CompletedProcess:
+    """Run one of the project's scripts as a user does; returns the finished process."""
+    return subprocess.run(
+        [sys.executable, str(ROOT / name), *map(str, args)],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        cwd=kwargs.pop("cwd", ROOT),
+        **kwargs,
+    )
+
+
+def must(result: subprocess.CompletedProcess) -> subprocess.CompletedProcess:
+    """The process, which must have succeeded."""
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    return result
+
+
+def last_line(result: subprocess.CompletedProcess) -> str:
+    """The last line as `command > log 2>&1; tail -1 log` shows it."""
+    text = result.stderr if result.returncode else result.stdout
+    return text.strip().splitlines()[-1]
+
+
+def write_jsonl(path: Path, rows: list) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return path
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """Every .safetensors below a folder, by relative path."""
+    return {
+        str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*.safetensors"))
+    }
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The embedded verifier's folder, made on first use."""
+    must(script("tools/make_smollm2.py", "--output-dir", SMOLLM2))
+    return SMOLLM2
+
+
+@pytest.fixture(scope="session")
+def tokenizer(smollm2):
+    from common.chat import load_tokenizer
+
+    return load_tokenizer(str(smollm2), False)
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory) -> Path:
+    """A random 5-layer Llama whose 4 heads divide by 2; real vLLM loads it in a second."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    path = tmp_path_factory.mktemp("verifier") / "tiny-llama"
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        vocab_size=512,
+        max_position_embeddings=2048,
+        initializer_range=0.06,
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def random_rows() -> list[dict]:
+    """Tokenized rows over 512 ids: a prompt, then an answer that ends with token 1."""
+    import random
+
+    rng = random.Random(0)
+    rows = []
+    for n in range(40):
+        prompt, answer = rng.randrange(3, 60), rng.randrange(2, 120)
+        ids = [rng.randrange(2, 512) for _ in range(prompt + answer - 1)] + [1]
+        rows.append({"id": f"r{n}", "input_ids": ids, "loss_mask": [0] * prompt + [1] * answer})
+    return rows
+
+
+@pytest.fixture(scope="session")
+def tiny_prepared(tmp_path_factory, tiny_llama, random_rows) -> Path:
+    """The tiny verifier's prepared data, by script 01."""
+    folder = tmp_path_factory.mktemp("tiny")
+    data = write_jsonl(folder / "rows.jsonl", random_rows)
+    out = folder / "prepared"
+    must(
+        script("01_prepare_data.py", "--model-path", tiny_llama, "--dataset", data,
+               "--output-dir", out)
+    )  # fmt: skip
+    return out
+
+
+@pytest.fixture(scope="session")
+def tiny_stages(tmp_path_factory, tiny_llama, tiny_prepared) -> dict[str, Path]:
+    """The tiny verifier's stages 02 and 03, unbroken: {prepared, vocab, hidden, model}."""
+    folder = tmp_path_factory.mktemp("stages")
+    vocab, hidden = folder / "vocab", folder / "hidden"
+    common = ("--model-path", tiny_llama, "--prepared-data", tiny_prepared)
+    must(script("02_build_vocab_map.py", *common, "--output-dir", vocab,
+                "--draft-vocab-size", 256))  # fmt: skip
+    must(script("03_extract_hidden_states.py", *common, "--output-dir", hidden,
+                "--max-seq-len", 256, "--max-batch-tokens", 512))  # fmt: skip
+    return {"prepared": tiny_prepared, "vocab": vocab, "hidden": hidden, "model": tiny_llama}
+
+
+def train_args(stages: dict[str, Path], out: Path, *more: object) -> list[object]:
+    """04's arguments for the tiny stages."""
+    return [
+        "--model-path", stages["model"], "--prepared-data", stages["prepared"],
+        "--vocab-map", stages["vocab"], "--hidden-states", stages["hidden"],
+        "--output-dir", out, "--max-batch-tokens", 512, "--epochs", 2,
+        "--heldout-fraction", 0.1, *more,
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 300 kB, mounted; skipped where the user may not mount."""
+    mount = tmp_path / "disk"
+    mount.mkdir()
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", str(mount)], capture_output=True
+    )
+    if made.returncode:
+        pytest.skip("needs the right to mount a small tmpfs (run as root)")
+    yield mount
+    subprocess.run(["umount", str(mount)], check=True)
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch):
+    monkeypatch.setitem(os.environ, "HF_HUB_OFFLINE", "1")

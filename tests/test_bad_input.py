@@ -1,0 +1,247 @@
+"""Bad input: one line naming file, line or sample; exit 1; nothing half-written."""
+
+import json
+import shutil
+
+import pytest
+
+from common.artifacts import REPORT
+from tests.conftest import last_line, must, script, train_args, write_jsonl
+
+CHAT = {
+    "id": "c",
+    "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}],
+}
+
+
+def fails(result, *texts: str, folder=None) -> None:
+    """Exit 1, the texts in the last line, no traceback, and the output folder without data."""
+    assert result.returncode == 1, result.stdout + result.stderr
+    for text in texts:
+        assert text in last_line(result)
+    assert last_line(result).startswith("error: ")
+    assert "Traceback" not in result.stderr
+    if folder is not None and folder.exists():
+        assert [p.name for p in folder.rglob("*") if p.is_file()] == []
+
+
+@pytest.mark.parametrize(
+    ("content", "texts"),
+    [
+        ("", ["d.jsonl: holds no rows"]),
+        (json.dumps(CHAT) + '\n{"id": 3,\n', ["d.jsonl:2: not JSON"]),
+        ("[1, 2]\n", ["d.jsonl:1: expected an object"]),
+        (json.dumps({"messages": CHAT["messages"][:1]}), ["d.jsonl:1: no assistant turn"]),
+        (
+            json.dumps({"messages": [{"role": "usr", "content": "x"}]}),
+            ["d.jsonl:1: unknown role", "'usr'", "did you mean user"],
+        ),
+        (
+            json.dumps({"input_ids": [1, 49152], "loss_mask": [0, 1]}),
+            ["d.jsonl:1: id 49152 is outside the verifier's vocabulary of 49152"],
+        ),
+        (
+            json.dumps({"input_ids": [1, 2, 3], "loss_mask": [0, 1]}),
+            ["d.jsonl:1: 3 input_ids and 2 loss_mask values"],
+        ),
+        (
+            json.dumps({"input_ids": [1, 2], "loss_mask": [0, 2]}),
+            ["d.jsonl:1: loss_mask holds values other than 0 and 1"],
+        ),
+        (json.dumps({"input_ids": [1, 2], "loss_mask": [0, 0]}), ["not one usable sample"]),
+    ],
+)
+def test_prepare(smollm2, tmp_path, content, texts):
+    data = tmp_path / "d.jsonl"
+    data.write_text(content)
+    out = tmp_path / "out"
+    result = script("01_prepare_data.py", "--model-path", smollm2, "--dataset", data,
+                    "--output-dir", out)  # fmt: skip
+    fails(result, *texts, folder=out)
+
+
+def test_prepare_counts_bad_rows_when_asked(smollm2, tmp_path):
+    rows = [CHAT, {"messages": CHAT["messages"][:1]}, CHAT, {"messages": [{"role": "x"}]}]
+    data = write_jsonl(tmp_path / "d.jsonl", rows)
+    out = tmp_path / "out"
+    must(script("01_prepare_data.py", "--model-path", smollm2, "--dataset", data,
+                "--output-dir", out, "--skip-bad-rows"))  # fmt: skip
+    counts = json.loads((out / REPORT).read_text())["counts"]
+    assert counts["samples"] == 2
+    assert counts["dropped: no assistant turn"] == 1
+    assert counts["dropped: unknown role"] == 1
+
+
+def test_missing_model(tmp_path):
+    result = script("02_build_vocab_map.py", "--model-path", tmp_path / "nowhere",
+                    "--prepared-data", tmp_path, "--output-dir", tmp_path / "o")  # fmt: skip
+    fails(result, "nowhere: no such folder")
+
+
+@pytest.mark.parametrize(
+    ("row", "texts"),
+    [
+        ({"input_ids": [1, 700], "loss_mask": [0, 1]}, ["jsonl:2: id 700 is outside"]),
+        ({"input_ids": [1, 2, 3], "loss_mask": [0, 1]}, ["jsonl:2: 3 input_ids and 2"]),
+        ({"input_ids": [5] * 300, "loss_mask": [1] * 300}, ["jsonl:2: sample", "300 tokens, over"]),
+    ],
+)
+def test_extract_checks_the_samples_before_loading(tiny_llama, tmp_path, row, texts):
+    good = {"id": "a", "input_ids": [4, 5, 6], "loss_mask": [0, 1, 1]}
+    write_jsonl(tmp_path / "p" / "tokenized_data.jsonl", [good, row])
+    out = tmp_path / "o"
+    result = script("03_extract_hidden_states.py", "--model-path", tiny_llama, "--prepared-data",
+                    tmp_path / "p", "--output-dir", out, "--max-seq-len", 256)  # fmt: skip
+    fails(result, *texts, folder=out)
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        (["--layers", 1, 9], "--layers 1 9: expected distinct layers from 0 to 4"),
+        (["--tp-size", 3], "--tp-size 3: the verifier's 4 attention heads do not divide"),
+        (["--max-seq-len", 100], "tokens, over 100"),
+        (["--engine-args", '{"no_such_arg": 1}'], "no_such_arg"),
+    ],
+)
+def test_extract_flags(tiny_llama, tiny_prepared, tmp_path, more, text):
+    out = tmp_path / "o"
+    result = script("03_extract_hidden_states.py", "--model-path", tiny_llama, "--prepared-data",
+                    tiny_prepared, "--output-dir", out, *more)  # fmt: skip
+    fails(result, text, folder=out)
+
+
+def test_data_changed_after_preparing_is_noticed(tiny_llama, tiny_prepared, tmp_path):
+    folder = tmp_path / "p"
+    shutil.copytree(tiny_prepared, folder)
+    with open(folder / "tokenized_data.jsonl", "a") as f:
+        f.write(json.dumps({"id": "x", "input_ids": [3, 4], "loss_mask": [0, 1]}) + "\n")
+    result = script("02_build_vocab_map.py", "--model-path", tiny_llama, "--prepared-data", folder,
+                    "--output-dir", tmp_path / "o", "--draft-vocab-size", 64)  # fmt: skip
+    fails(result, "was changed after 01 wrote it", folder=tmp_path / "o")
+
+
+def test_full_disk_while_extracting(tiny_stages, small_disk):
+    """Space runs out: caught by the plan; and in the middle, with what is whole kept."""
+    args = ["--model-path", tiny_stages["model"], "--prepared-data", tiny_stages["prepared"],
+            "--max-seq-len", 256, "--max-batch-tokens", 512]  # fmt: skip
+    out = small_disk / "o"
+    result = script("03_extract_hidden_states.py", *args, "--output-dir", out)
+    fails(result, "GB free; free space", folder=out)
+
+
+def test_full_disk_in_the_middle(tiny_stages, small_disk):
+    from common.artifacts import atomic_file
+
+    with pytest.raises(OSError, match="No space left"), atomic_file(small_disk / "x") as f:
+        f.write(b"0" * 400_000)
+    assert list(small_disk.iterdir()) == []
+
+
+def test_full_disk_while_training(tiny_stages, small_disk):
+    """The state does not fit: one line, and no half-written state or checkpoint."""
+    out = small_disk / "draft"
+    result = script("04_train.py", *train_args(tiny_stages, out))
+    assert result.returncode == 1
+    assert "No space left on device" in last_line(result)
+    assert "Traceback" not in result.stderr
+    assert not list(out.rglob("*.safetensors"))
+    assert not list(out.rglob("*.partial"))
+
+
+def test_output_folder_that_cannot_be_written(tiny_stages, tmp_path):
+    """A file where the folder should be, and a folder on a read-only file system."""
+    import subprocess
+
+    file = tmp_path / "file"
+    file.write_text("x")
+    args = ["--model-path", tiny_stages["model"], "--prepared-data", tiny_stages["prepared"]]
+    result = script("02_build_vocab_map.py", *args, "--draft-vocab-size", 64, "--output-dir", file)
+    fails(result, "is a file; --output-dir takes a folder")
+    mount = tmp_path / "ro"
+    mount.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(mount)], check=False)
+    if made.returncode:
+        pytest.skip("needs the right to mount (run as root)")
+    try:
+        result = script("02_build_vocab_map.py", *args, "--draft-vocab-size", 64,
+                        "--output-dir", mount / "o")  # fmt: skip
+        fails(result, "cannot write", "read-only")
+    finally:
+        subprocess.run(["umount", str(mount)], check=True)
+
+
+# ---------------------------------------------------------------- 04: data that do not belong
+
+
+def test_map_of_another_data_set(tiny_stages, random_rows, tmp_path):
+    data = write_jsonl(tmp_path / "rows.jsonl", random_rows[:20])
+    model = ("--model-path", tiny_stages["model"])
+    must(script("01_prepare_data.py", *model, "--dataset", data, "--output-dir", tmp_path / "p"))
+    must(script("02_build_vocab_map.py", *model, "--prepared-data", tmp_path / "p",
+                "--output-dir", tmp_path / "v", "--draft-vocab-size", 128))  # fmt: skip
+    stages = tiny_stages | {"vocab": tmp_path / "v"}
+    result = script("04_train.py", *train_args(stages, tmp_path / "d"))
+    fails(result, str(tmp_path / "v"), str(tiny_stages["prepared"]), "does not match",
+          folder=tmp_path / "d")  # fmt: skip
+
+
+def test_same_data_made_twice_is_accepted(tiny_stages, random_rows, tmp_path):
+    data = write_jsonl(tmp_path / "elsewhere.jsonl", random_rows)
+    model = ("--model-path", tiny_stages["model"])
+    must(script("01_prepare_data.py", *model, "--dataset", data, "--output-dir", tmp_path / "p"))
+    stages = tiny_stages | {"prepared": tmp_path / "p"}
+    must(script("04_train.py", *train_args(stages, tmp_path / "d", "--dry-run")))
+
+
+def test_hidden_states_of_another_verifier(tiny_stages, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    other = tmp_path / "other"
+    shutil.copytree(tiny_stages["model"], other)
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.norm.weight"] += 0.5
+    save_file(tensors, other / "model.safetensors")
+    result = script("04_train.py", *train_args(tiny_stages | {"model": other}, tmp_path / "d"))
+    fails(result, "verifier", str(tiny_stages["hidden"]), str(other), folder=tmp_path / "d")
+
+
+def test_hidden_states_of_other_layers(tiny_stages, tmp_path):
+    more = ("--layers", 1, 2, 3, 4)
+    result = script("04_train.py", *train_args(tiny_stages, tmp_path / "d", *more))
+    fails(result, "holds layers [2, 4], expected [1, 2, 3, 4]", folder=tmp_path / "d")
+
+
+def test_a_truncated_hidden_states_file(tiny_stages, tmp_path):
+    hidden = tmp_path / "hidden"
+    shutil.copytree(tiny_stages["hidden"], hidden)
+    path = hidden / "rows_0-999" / "hs_3.safetensors"
+    path.write_bytes(path.read_bytes()[:-10])
+    result = script("04_train.py", *train_args(tiny_stages | {"hidden": hidden}, tmp_path / "d"))
+    fails(result, "hs_3.safetensors: not a whole safetensors file", folder=tmp_path / "d")
+    path.unlink()
+    result = script("04_train.py", *train_args(tiny_stages | {"hidden": hidden}, tmp_path / "d"))
+    fails(result, "hs_3.safetensors: missing", folder=tmp_path / "d")
+
+
+def test_unfinished_hidden_states(tiny_stages, tmp_path):
+    hidden = tmp_path / "hidden"
+    shutil.copytree(tiny_stages["hidden"], hidden)
+    report = json.loads((hidden / REPORT).read_text())
+    (hidden / REPORT).write_text(json.dumps(report | {"status": "in_progress"}))
+    result = script("04_train.py", *train_args(tiny_stages | {"hidden": hidden}, tmp_path / "d"))
+    fails(result, "has not finished", folder=tmp_path / "d")
+
+
+def test_a_broken_map(tiny_stages, tmp_path):
+    vocab = tmp_path / "v"
+    shutil.copytree(tiny_stages["vocab"], vocab)
+    (vocab / "d2t.npy").write_bytes(b"not numpy")
+    result = script("04_train.py", *train_args(tiny_stages | {"vocab": vocab}, tmp_path / "d"))
+    fails(result, "d2t.npy: not a readable .npy", folder=tmp_path / "d")
+
+
+def test_unknown_shape_key(tiny_stages, tmp_path):
+    more = ("--draft", '{"head_dimm": 64}')
+    result = script("04_train.py", *train_args(tiny_stages, tmp_path / "d", *more))
+    fails(result, "unknown key head_dimm; did you mean head_dim?", folder=tmp_path / "d")

@@ -1,0 +1,156 @@
+"""Captured states against transformers, in any layout, and the row matching alone."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common import engine
+from common.capture import CaptureError, find_decoder, match_rows
+from common.cli import UserError
+from common.hidden_files import hidden_file, read_hidden
+from common.selfcheck import check_final_layer, check_received
+from common.verifier import load_verifier, read_tensors
+
+LAYERS = [2, 15, 27, 29]
+TEXTS = [
+    "The tide was out and the boats lay tilted in the mud.",
+    "Bread needs flour, water, salt and time.",
+    "How many legs do nine spiders have? " * 12,
+    "A short one.",
+    "She folded the letter twice, put it under the clock and went to look for her coat. " * 9,
+]
+
+
+@pytest.fixture(scope="module")
+def captured(smollm2, tokenizer, tmp_path_factory):
+    """States of TEXTS by real vLLM in float32: {"together": folder, "alone": folder} and more."""
+    from vllm import SamplingParams
+
+    model = load_verifier(str(smollm2))
+    samples = [(i, tokenizer.encode(t)) for i, t in enumerate(TEXTS)]
+    args = engine.capture_engine_args(
+        model,
+        tp_size=1,
+        max_seq_len=512,
+        max_batch_tokens=1024,
+        batch_size=256,
+        dtype="float32",
+        gpu_memory_utilization=0.5,
+        trust_remote_code=False,
+    )
+    llm = engine.start_engine(args, {})
+    llm.collective_rpc("capture_start", args=(LAYERS, model.num_layers))
+
+    def run(batch, folder, **more):
+        outputs = llm.generate(
+            [{"prompt_token_ids": ids} for _, ids in batch],
+            SamplingParams(max_tokens=1, temperature=0, detokenize=False, **more),
+            use_tqdm=False,
+        )
+        written = llm.collective_rpc("capture_write", args=(batch, str(folder), "float32"))[0]
+        assert written["passes"] == 1
+        assert written["bad"] == []
+        return outputs
+
+    folder = tmp_path_factory.mktemp("captured")
+    llm.collective_rpc("capture_check_layers", args=(True,))
+    outputs = run(samples[:4], folder / "together", prompt_logprobs=0)
+    received = llm.collective_rpc("capture_check_layers", args=(False,))[0]
+    run(samples[4:], folder / "together")
+    for one in samples:
+        run([one], folder / "alone")
+    run(samples[::-1][1:], folder / "reversed")
+    llm.collective_rpc("capture_stop")
+    engine.stop_engine(llm)
+    logprobs = {
+        i: [p[t].logprob for t, p in zip(ids[1:], o.prompt_logprobs[1:], strict=True)]
+        for (i, ids), o in zip(samples[:4], outputs, strict=True)
+    }
+    return {"folder": folder, "samples": samples, "received": received, "logprobs": logprobs,
+            "model": model}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", ["together", "alone", "reversed"])
+def test_states_equal_transformers(captured, smollm2, layout):
+    """All four layers within 1e-3 relative in float32; the last by a hook on the last layer."""
+    from transformers import AutoModelForCausalLM
+
+    reference = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
+    last = []
+    reference.model.layers[-1].register_forward_hook(
+        lambda _m, _a, out: last.append(out[0] if isinstance(out, tuple) else out)
+    )
+    for index, ids in captured["samples"][: 4 if layout == "reversed" else 5]:
+        hidden_TLH, ids_T = read_hidden(hidden_file(captured["folder"] / layout, index))
+        assert ids_T.tolist() == ids
+        with torch.no_grad():
+            states = reference(torch.tensor([ids]), output_hidden_states=True).hidden_states
+        want = [states[i + 1][0] for i in LAYERS[:-1]] + [last[-1].view(len(ids), -1)]
+        for n, layer in enumerate(LAYERS):
+            error = (hidden_TLH[:, n] - want[n]).norm() / want[n].norm()
+            assert float(error) < 1e-3, f"layer {layer} of sample {index}: {error}"
+
+
+def test_layers_are_what_the_next_receives(captured):
+    check_received(captured["received"], LAYERS, 30)
+    with pytest.raises(UserError, match="layer 15 as captured is not what layer 16"):
+        check_received(captured["received"] | {15: 0.2}, LAYERS, 30)
+
+
+def test_final_layer_reproduces_the_logprobs_and_the_one_before_does_not(captured, tmp_path):
+    from common.hidden_files import write_hidden
+
+    tensors = read_tensors(captured["model"], ("norm", "lm_head"))
+    eps = captured["model"].rms_norm_eps
+    norm, head = tensors["norm"].float(), tensors["lm_head"].float()
+    mean, count = check_final_layer(
+        captured["folder"] / "together", captured["logprobs"], norm, head, eps
+    )
+    assert mean < 1e-4
+    assert count == sum(len(ids) - 1 for _, ids in captured["samples"][:4])
+    for index, _ in captured["samples"][:4]:
+        hidden_TLH, ids_T = read_hidden(hidden_file(captured["folder"] / "together", index))
+        write_hidden(hidden_file(tmp_path, index), hidden_TLH[:, :-1], ids_T)  # ends at layer 27
+    with pytest.raises(UserError, match="does not reproduce the verifier's log-probabilities"):
+        check_final_layer(tmp_path, captured["logprobs"], norm, head, eps)
+
+
+def one_pass(samples, order):
+    """A forward pass holding the samples in that order, as hooks would note it."""
+    ids = torch.tensor([t for n in order for t in samples[n][1]])
+    positions = torch.cat([torch.arange(len(samples[n][1])) for n in order])
+    return {"ids": ids, "positions": positions, "layers": {}}
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=5), min_size=1, max_size=8),
+    st.randoms(use_true_random=False),
+    st.integers(1, 3),
+)
+def test_rows_are_found_whatever_the_order_and_grouping(ids, rng, groups):
+    """Also with equal samples: each row run goes to one sample of those ids."""
+    samples = list(enumerate(ids))
+    order = list(range(len(ids)))
+    rng.shuffle(order)
+    parts = [order[g::groups] for g in range(groups)]
+    passes = [one_pass(samples, p) for p in parts if p]
+    found = match_rows(passes, samples)
+    assert len({*found.values()}) == len(samples)
+    for index, tokens in samples:
+        number, start = found[index]
+        assert passes[number]["ids"][start : start + len(tokens)].tolist() == tokens
+        assert passes[number]["positions"][start] == 0
+
+
+def test_a_missing_or_cut_sample_is_an_error():
+    samples = [(0, [5, 6, 7]), (9, [8, 8])]
+    cut = {"ids": torch.tensor([5, 6]), "positions": torch.tensor([0, 1]), "layers": {}}
+    with pytest.raises(CaptureError, match="sample 0 .*cut into chunks"):
+        match_rows([cut], samples)
+
+
+def test_unknown_model_lists_its_modules():
+    model = torch.nn.ModuleDict({"blocks": torch.nn.ModuleList([torch.nn.Linear(2, 2)])})
+    with pytest.raises(CaptureError, match="blocks"):
+        find_decoder(model, 4)

@@ -1,0 +1,226 @@
+"""The TTT step against speculators' own forward and against plain forms of itself."""
+
+import pytest
+import torch
+
+from common.eagle3 import DraftShape, Eagle3Draft, PackedRow, initialize
+from common.losses import linear_kl, teacher_probs
+from common.loss_table import loss_table, needed_columns
+from common.ttt_step import Teacher, acceptance, heldout_counts, step_loss
+
+H, V, D, DEPTHS = 64, 96, 40, 3
+
+
+def shape(**more):
+    base = dict(
+        hidden_size=H,
+        intermediate_size=96,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        rope_theta=10000.0,
+        rms_norm_eps=1e-6,
+        num_aux_layers=3,
+        draft_vocab_size=D,
+        vocab_size=V,
+    )
+    return DraftShape(**(base | more))
+
+
+def teacher():
+    g = torch.Generator().manual_seed(5)
+    target = torch.sort(torch.randperm(V, generator=g)[:D]).values
+    head = torch.randn(V, H, generator=g) * 0.1
+    return Teacher(
+        embed_VH=torch.randn(V, H, generator=g),
+        head_VH=head,
+        head_DH=head[target],
+        norm_H=torch.rand(H, generator=g) + 0.5,
+        eps=1e-6,
+        target_D=target,
+    )
+
+
+def fresh(s, t):
+    torch.manual_seed(1)
+    draft = Eagle3Draft(s)
+    initialize(draft, t.head_DH)
+    with torch.no_grad():
+        for p in draft.parameters():
+            if p.dim() == 1:
+                p.uniform_(0.5, 1.5)
+            elif p is not draft.lm_head.weight:
+                p.mul_(5)
+    return draft
+
+
+def sample(seed, turns):
+    """One sample whose mask is 0 for the first and 1 for the second of each pair in turns."""
+    g = torch.Generator().manual_seed(seed)
+    mask = torch.tensor([v for pair in turns for v, n in zip((0, 1), pair) for _ in range(n)])
+    T = len(mask)
+    return dict(
+        aux=torch.randn(T, 3 * H, generator=g),
+        last=torch.randn(T, H, generator=g),
+        ids=torch.randint(0, V, (T,), generator=g),
+        mask=mask.bool(),
+    )
+
+
+def pack(samples, rule="answer", columns=needed_columns):
+    starts, at = [], 0
+    for s in samples:
+        starts.append(at)
+        at += len(s["ids"])
+    mask = torch.cat([s["mask"] for s in samples])
+    table = loss_table(mask, starts, DEPTHS, rule)
+    return PackedRow(
+        aux_TAH=torch.cat([s["aux"] for s in samples]),
+        last_TH=torch.cat([s["last"] for s in samples]),
+        ids_T=torch.cat([s["ids"] for s in samples]),
+        positions_T=torch.cat([torch.arange(len(s["ids"])) for s in samples]),
+        starts=starts,
+        table=table,
+        columns=columns(table),
+    )
+
+
+# user turns of 1 to 3 tokens between answers, and a sample without a deep position
+MULTI_TURN = [
+    sample(1, [(5, 7), (1, 4), (3, 9), (2, 1)]),
+    sample(2, [(3, 2)]),
+    sample(3, [(9, 12), (2, 5)]),
+]
+
+
+@pytest.mark.parametrize("decay", [1.0, 0.7])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        dict(norm_before_residual=True),
+        dict(norm_before_residual=False),
+        dict(norm_before_fc=True, norm_output=True),
+    ],
+)
+def test_loss_and_gradients_equal_speculators(flags, decay):
+    """One unpacked sample under speculators' rule: loss and every gradient to 1e-4."""
+    from speculators.losses import resolve_loss_config
+    from speculators.models.eagle3 import Eagle3DraftModel
+    from speculators.models.eagle3.data import shift_batch
+    from common.export import speculators_config
+    from common.verifier import Verifier
+
+    s, t = shape(**flags), teacher()
+    draft = fresh(s, t)
+    one = MULTI_TURN[0]
+    row = pack([one], "next")
+    weights = [decay**k for k in range(DEPTHS)]
+    ours = step_loss(draft, t, row, weights, torch.float32)
+    ours.loss.backward()
+
+    verifier = Verifier("none", {}, {}, 4, H, V, 1e-6, 4096, ())
+    theirs = Eagle3DraftModel(speculators_config(s, verifier, [0, 1, 2], DEPTHS))
+    state = {k: v.detach().clone() for k, v in draft.state_dict().items()}
+    state |= {
+        "embed_tokens.weight": t.embed_VH,
+        "verifier_lm_head.weight": t.head_DH,
+        "verifier_norm.weight": t.norm_H,
+        "d2t": t.target_D - torch.arange(D),
+        "t2d": torch.isin(torch.arange(V), t.target_D),
+    }
+    missing, unexpected = theirs.load_state_dict(state, strict=False)
+    assert not unexpected
+    assert not [m for m in missing if "rotary" not in m]
+    theirs.lm_head.weight.requires_grad_(True)
+    batch = shift_batch(
+        {
+            "input_ids": one["ids"],
+            "hidden_states": one["aux"],
+            "verifier_last_hidden_states": one["last"],
+            "loss_mask": one["mask"],
+            "lengths": torch.tensor([len(one["ids"])]),
+            "position_ids": torch.arange(len(one["ids"])),
+        }
+    )
+    lengths = batch.pop("lengths")
+    _, loss, _ = theirs(
+        **{k: v[None] for k, v in batch.items()},
+        document_ids=torch.zeros(1, int(lengths), dtype=torch.long),
+        ttt_steps=DEPTHS,
+        ttt_step_loss_decay=decay,
+        loss_config=resolve_loss_config("kl_div", "eager"),
+    )
+    loss.backward()
+    assert float(ours.loss.detach()) == pytest.approx(float(loss.detach()), rel=1e-4)
+    gradients = dict(theirs.named_parameters())
+    for name, parameter in draft.named_parameters():
+        a, b = parameter.grad, gradients[name].grad
+        assert float((a - b).norm() / b.norm()) < 1e-4, name
+
+
+@pytest.mark.parametrize("rule", ["answer", "next"])
+def test_only_needed_columns_gives_the_plain_result(rule):
+    """Computing N_j alone changes neither loss nor gradients against every column."""
+
+    def every_column(table):
+        return [torch.arange(table.shape[1])] * len(table)
+
+    t = teacher()
+    results = []
+    for columns in (needed_columns, every_column):
+        draft = fresh(shape(), t)
+        row = pack(MULTI_TURN, rule, columns)
+        result = step_loss(draft, t, row, [1.0] * DEPTHS, torch.float32)
+        result.loss.backward()
+        results.append((result, [p.grad.clone() for p in draft.parameters()]))
+    (a, ga), (b, gb) = results
+    assert a.counts == b.counts
+    assert [int(x) for x in a.correct] == [int(x) for x in b.correct]
+    assert float(a.loss.detach()) == pytest.approx(float(b.loss.detach()), rel=1e-5)
+    for x, y in zip(ga, gb, strict=True):
+        assert torch.allclose(x, y, atol=1e-5, rtol=1e-4)
+
+
+def test_packing_never_mixes_samples():
+    """A packed row's sums per depth are those of its samples alone."""
+    t = teacher()
+    draft = fresh(shape(), t)
+    packed = step_loss(draft, t, pack(MULTI_TURN), [1.0] * DEPTHS, torch.float32)
+    alone = [step_loss(draft, t, pack([s]), [1.0] * DEPTHS, torch.float32) for s in MULTI_TURN]
+    for k in range(DEPTHS):
+        mine = [r for r in alone if len(r.counts) > k]
+        assert packed.counts[k] == sum(r.counts[k] for r in mine)
+        total = sum(float(r.loss_sums[k]) for r in mine)
+        assert float(packed.loss_sums[k]) == pytest.approx(total, rel=1e-5)
+
+
+def test_heldout_chain_needs_every_shallower_depth():
+    """Chain hits are counted per column, and rates follow from them."""
+    t = teacher()
+    counts = heldout_counts(fresh(shape(), t), t, pack(MULTI_TURN), torch.float32)
+    table = pack(MULTI_TURN).table
+    assert counts[:, 0].tolist() == table.sum(1).tolist()
+    assert (counts[:, 2] <= counts[:, 1]).all()
+    assert counts[0, 1] == counts[0, 2]
+    rates = acceptance(torch.tensor([[10, 6, 6], [10, 5, 3], [10, 4, 0]]))
+    assert rates["acceptance_length"] == 1.9
+    assert rates["conditional_accuracy"] == [0.6, 0.5, 0.0]
+
+
+def test_linear_kl_is_kl_with_its_gradient():
+    g = torch.Generator().manual_seed(0)
+    states = torch.randn(37, H, generator=g, requires_grad=True)
+    head = torch.randn(D, H, generator=g, requires_grad=True)
+    logits = torch.randn(20, D, generator=g) * 3
+    at = torch.randint(0, 20, (37,), generator=g)
+    total, predicted = linear_kl(states, head, teacher_probs(logits.clone()), at, 37)
+    (total * 0.3).backward()
+    s2, h2 = states.detach().double().requires_grad_(), head.detach().double().requires_grad_()
+    log_q = (s2 @ h2.T).log_softmax(-1)
+    log_p = logits.double().log_softmax(-1)[at]
+    expected = (log_p.exp() * (log_p - log_q)).sum()
+    (expected * 0.3).backward()
+    assert float(total.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
+    assert torch.equal(predicted, log_q.argmax(-1))
+    assert torch.allclose(states.grad.double(), s2.grad, atol=1e-5)
+    assert torch.allclose(head.grad.double(), h2.grad, atol=1e-5)

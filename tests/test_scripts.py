@@ -1,0 +1,260 @@
+"""The scripts as a user runs them: the whole chain, kills and resumes, tensor parallelism."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from common.artifacts import REPORT
+from tests.conftest import (
+    ROOT,
+    files_of,
+    last_line,
+    must,
+    script,
+    train_args,
+    write_jsonl,
+)
+
+SCRIPTS = [
+    "01_prepare_data.py",
+    "02_build_vocab_map.py",
+    "03_extract_hidden_states.py",
+    "04_train.py",
+    "tools/regenerate_responses.py",
+    "tools/evaluate_draft.py",
+]
+
+
+@pytest.fixture
+def no_heavy_imports(tmp_path):
+    """An environment in which importing torch, vllm, transformers or datasets fails."""
+    for name in ("torch", "vllm", "transformers", "datasets", "speculators"):
+        (tmp_path / f"{name}.py").write_text(f"raise RuntimeError('{name} was imported')")
+    return {**os.environ, "PYTHONPATH": str(tmp_path)}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_help_and_wrong_flags_answer_before_any_heavy_import(name, no_heavy_imports):
+    assert "usage:" in must(script(name, "--help", env=no_heavy_imports)).stdout
+    wrong = script(name, "--model-pth", "x", env=no_heavy_imports)
+    assert wrong.returncode == 2
+    assert last_line(wrong) == "error: unknown flag --model-pth; did you mean --model-path?"
+
+
+def test_misspelt_prepared_data_names_the_flag(no_heavy_imports):
+    result = script("03_extract_hidden_states.py", "--prepard-data", "x", env=no_heavy_imports)
+    assert result.returncode == 2
+    assert last_line(result) == "error: unknown flag --prepard-data; did you mean --prepared-data?"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "extract: {max_batch_tokns: 4}",
+            "unknown key extract.max_batch_tokns; did you mean max_b",
+        ),
+        ("extrct: {}", "unknown section extrct; did you mean extract"),
+        ("extract: {tp_size: many}", "extract.tp_size: 'many' is not a whole number"),
+        ("extract: {dry_run: 1}", "extract.dry_run: expected true or false"),
+        ("common: {layers: 3}", "common.layers: expected a list"),
+        ("common: [", "not YAML"),
+        ("common: {seed: 1}", "missing key model_path; --model-path is required"),
+    ],
+)
+def test_yaml_mistakes(tmp_path, text, message):
+    config = tmp_path / "c.yaml"
+    config.write_text(text)
+    result = script("03_extract_hidden_states.py", "--config", config)
+    assert result.returncode == 2
+    assert message in last_line(result)
+    assert str(config) in last_line(result)
+
+
+def test_command_line_wins_over_yaml(tmp_path, tiny_llama, tiny_prepared):
+    config = tmp_path / "c.yaml"
+    config.write_text(f"common: {{model_path: {tiny_llama}}}\nextract: {{max_batch_tokens: 300}}")
+    args = ["--config", config, "--prepared-data", tiny_prepared, "--output-dir", tmp_path / "o"]
+    out = must(script("03_extract_hidden_states.py", *args, "--dry-run")).stdout
+    assert "at most 300 tokens" in out
+    args += ["--max-batch-tokens", 400, "--dry-run"]
+    assert "at most 400 tokens" in must(script("03_extract_hidden_states.py", *args)).stdout
+    assert not (tmp_path / "o").exists()
+
+
+def test_whole_chain_and_skipping(tiny_stages, tmp_path):
+    """02, 03 and 04 on the tiny verifier end with a checkpoint, and run again do nothing."""
+    out = tmp_path / "draft"
+    first = must(script("04_train.py", *train_args(tiny_stages, out)))
+    assert "held-out acceptance length" in last_line(first)
+    assert {"config.json", "model.safetensors", "metrics.jsonl", "curves.png", REPORT} <= {
+        p.name for p in out.iterdir()
+    }
+    lines = [json.loads(x) for x in (out / "metrics.jsonl").read_text().splitlines()]
+    steps = [x for x in lines if "loss" in x]
+    assert [x["step"] for x in steps] == list(range(1, len(steps) + 1))
+    assert all(len(x["loss_by_depth"]) == 3 for x in steps)
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    again = must(script("04_train.py", *train_args(tiny_stages, out)))
+    assert "is complete" in last_line(again)
+    other = script("04_train.py", *train_args(tiny_stages, out, "--lr", 0.5))
+    assert other.returncode == 1
+    assert "was made with lr = 0.001, asked for 0.5" in last_line(other)
+
+
+def extract_args(stages, out, *more):
+    return [
+        "--model-path", stages["model"], "--prepared-data", stages["prepared"],
+        "--output-dir", out, "--max-seq-len", 256, "--max-batch-tokens", 512, *more,
+    ]  # fmt: skip
+
+
+def killed(name, args, ready, sig) -> subprocess.CompletedProcess:
+    """Run a script and send it a signal as soon as `ready` says so."""
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / name), *map(str, args)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+    deadline = time.monotonic() + 240
+    while process.poll() is None and not ready() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert process.poll() is None, "ended before the signal: " + process.communicate()[1][-2000:]
+    process.send_signal(sig)
+    out, err = process.communicate(timeout=120)
+    return subprocess.CompletedProcess(args, process.returncode, out, err)
+
+
+@pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGTERM])
+def test_extraction_resumes_to_the_same_bytes(tiny_stages, tmp_path, sig):
+    out = tmp_path / "hidden"
+
+    def two_units_done():
+        path = out / "journal.jsonl"
+        return path.exists() and path.read_bytes().count(b"\n") >= 2
+
+    args = extract_args(tiny_stages, out)
+    result = killed("03_extract_hidden_states.py", args, two_units_done, sig)
+    if sig == signal.SIGTERM:
+        assert result.returncode in (143, 0)  # 0: it was in the last unit
+        if result.returncode:
+            assert "run again to continue" in last_line(result)
+    else:
+        assert result.returncode == -signal.SIGKILL
+    # A kill also leaves what was in flight: a cut journal line and a file in pieces.
+    if sig == signal.SIGKILL:
+        with open(out / "journal.jsonl", "a") as f:
+            f.write('{"unit": 5, "sha')
+    must(script("03_extract_hidden_states.py", *args))
+    assert files_of(out) == files_of(tiny_stages["hidden"])
+    mine, theirs = (json.loads((p / REPORT).read_text()) for p in (out, tiny_stages["hidden"]))
+    assert mine["content_sha256"] == theirs["content_sha256"]
+    assert not list(out.rglob("*.partial"))
+
+
+def test_a_truncated_file_is_made_again_by_a_resume(tiny_stages, tmp_path):
+    """A run that has not finished finds a file cut short (by a disk fault) and redoes its unit."""
+    import shutil
+
+    out = tmp_path / "hidden"
+    shutil.copytree(tiny_stages["hidden"], out)
+    report = json.loads((out / REPORT).read_text())
+    (out / REPORT).write_text(json.dumps(report | {"status": "in_progress"}))
+    victim = out / "rows_0-999" / "hs_7.safetensors"
+    victim.write_bytes(victim.read_bytes()[:-100])
+    must(script("03_extract_hidden_states.py", *extract_args(tiny_stages, out)))
+    assert files_of(out) == files_of(tiny_stages["hidden"])
+
+
+@pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGTERM])
+def test_training_resumes_to_the_same_bits(tiny_stages, tmp_path, sig):
+    whole = tmp_path / "whole"
+    more = ("--save-every", 3, "--epochs", 6)
+    must(script("04_train.py", *train_args(tiny_stages, whole, *more)))
+    out = tmp_path / "killed"
+
+    def some_steps_done():
+        path = out / "metrics.jsonl"
+        return path.exists() and path.read_bytes().count(b"\n") >= 8
+
+    args = train_args(tiny_stages, out, *more)
+    result = killed("04_train.py", args, some_steps_done, sig)
+    assert result.returncode == (-9 if sig == signal.SIGKILL else 143)
+    again = must(script("04_train.py", *args))
+    assert "continuing after step" in again.stdout
+    assert (out / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+
+    def curve(folder):
+        lines = [json.loads(x) for x in (folder / "metrics.jsonl").read_text().splitlines()]
+        return [(x["step"], x.get("loss"), x.get("heldout_accuracy")) for x in lines]
+
+    assert curve(out) == curve(whole)
+
+
+def test_tensor_parallel_states_equal_one_rank(tiny_stages, tmp_path):
+    """TP=2 on two cores, real workers: same states within bf16 noise, one rank writing."""
+    import torch
+    from safetensors.torch import load_file
+
+    out = tmp_path / "tp2"
+    must(script("03_extract_hidden_states.py", *extract_args(tiny_stages, out, "--tp-size", 2)))
+    names = files_of(out)
+    assert names.keys() == files_of(tiny_stages["hidden"]).keys()
+    for name in names:
+        a, b = load_file(out / name), load_file(tiny_stages["hidden"] / name)
+        assert torch.equal(a["token_ids"], b["token_ids"])
+        x, y = a["hidden_states"].float(), b["hidden_states"].float()
+        assert float((x - y).norm() / y.norm()) < 0.02
+
+
+def test_the_original_failing_command(tiny_llama, tiny_prepared, tmp_path):
+    """--data-path with the file itself, --batch-size 2000, no config: the budget bounds it."""
+    result = must(
+        script("03_extract_hidden_states.py", "--model-path", tiny_llama,
+               "--data-path", tiny_prepared / "tokenized_data.jsonl", "--output-dir",
+               tmp_path / "o", "--tp-size", 1, "--max-seq-len", 2047, "--batch-size", 2000,
+               "--max-batch-tokens", 2048)
+    )  # fmt: skip
+    assert "at most 2048 tokens" in result.stdout
+    units = (tmp_path / "o" / "journal.jsonl").read_text().splitlines()
+    assert len(units) > 1
+
+
+def test_regenerated_answers_are_exact_and_never_asked_twice(smollm2, tokenizer, tmp_path):
+    """Kill it half way; the answers kept stay, and ids decode to the text."""
+    prompts = [
+        {"id": f"p{n}", "messages": [{"role": "user", "content": f"Count to {n + 2}."}]}
+        for n in range(24)
+    ]
+    data = write_jsonl(tmp_path / "prompts.jsonl", prompts)
+    out = tmp_path / "responses"
+    args = [
+        "--model-path", smollm2, "--prompts", data, "--output-dir", out, "--batch-size", 4,
+        "--max-new-tokens", 24, "--max-seq-len", 256, "--engine-args", '{"enforce_eager": true}',
+    ]  # fmt: skip
+    answers = out / "responses.jsonl"
+
+    def some_answers():
+        return answers.exists() and answers.read_bytes().count(b"\n") >= 5
+
+    killed("tools/regenerate_responses.py", args, some_answers, signal.SIGKILL)
+    before = answers.read_text()
+    must(script("tools/regenerate_responses.py", *args))
+    text = answers.read_text()
+    assert text.startswith("".join(before.splitlines(keepends=True)[:5]))
+    rows = [json.loads(x) for x in text.splitlines()]
+    assert sorted(r["id"] for r in rows) == sorted(p["id"] for p in prompts)
+    for row in rows:
+        prompt, answer = row["messages"][:-1], row["messages"][-1]["content"]
+        n = row["loss_mask"].index(1)
+        ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+        assert row["input_ids"][:n] == list(ids)
+        assert tokenizer.decode(row["input_ids"][n:], skip_special_tokens=True) == answer
+        assert (row["input_ids"][-1] == 2) == (row["finish_reason"] == "stop")

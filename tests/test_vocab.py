@@ -1,0 +1,45 @@
+"""The vocabulary map: what is in, ties, fillers, and the two arrays' agreement."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.cli import UserError
+from common.vocab import build_map, choose_tokens, load_map
+
+
+@given(
+    st.lists(st.integers(0, 5), min_size=4, max_size=60),
+    st.sets(st.integers(0, 59)),
+    st.integers(1, 60),
+)
+def test_map_holds_the_always_in_and_then_the_most_frequent(counts, special, size):
+    counts = np.array(counts)
+    always = np.zeros(len(counts), dtype=bool)
+    always[[i for i in special if i < len(counts)]] = True
+    size = max(1, min(size, len(counts)))
+    if always.sum() > size:
+        with pytest.raises(UserError, match="special tokens alone"):
+            choose_tokens(counts, always, size)
+        return
+    chosen, filler = choose_tokens(counts, always, size)
+    assert len(set(chosen)) == size
+    assert set(np.flatnonzero(always)) <= set(chosen)
+    rest = [i for i in chosen if not always[i]]
+    out = [i for i in range(len(counts)) if i not in set(chosen)]
+    assert all((counts[i], -i) > (counts[o], -o) for i in rest for o in out)
+    assert filler == sum(counts[i] == 0 for i in rest)
+    d2t, t2d = build_map(chosen, len(counts))
+    assert d2t.dtype == np.int64
+    assert np.array_equal(d2t + np.arange(size), np.flatnonzero(t2d))
+
+
+def test_load_map_refuses_arrays_that_disagree(tmp_path):
+    d2t, t2d = build_map(np.array([1, 4, 7]), 10)
+    np.save(tmp_path / "d2t.npy", d2t)
+    np.save(tmp_path / "t2d.npy", t2d)
+    assert np.array_equal(load_map(tmp_path, 10)[0], d2t)
+    np.save(tmp_path / "d2t.npy", np.array([1, 4, 7]))  # ids instead of offsets
+    with pytest.raises(UserError, match="are not a map of the verifier's 10 tokens"):
+        load_map(tmp_path, 10)
