@@ -118,10 +118,11 @@ def main() -> None:
             STAGE, settings, inputs, dict(counts) | {"file_sha256": digest}, digest, seconds
         ),
     )
+    share = 100 * counts["loss_tokens"] / counts["tokens"]
     others = [f"{k} {v}" for k, v in counts.items() if ":" in k or k.startswith("cut")]
     progress.log(
-        f"prepare: {counts['samples']} samples from {counts['rows']} rows, {counts['tokens']} tokens,"
-        f" {counts['loss_tokens']} with loss ({100 * counts['loss_tokens'] / counts['tokens']:.0f}%);"
+        f"prepare: {counts['samples']} samples from {counts['rows']} rows, {counts['tokens']}"
+        f" tokens, {share:.0f}% with loss;"
         f" {', '.join(others) or 'nothing cut or dropped'}; {progress.duration(seconds)} -> {out}"
     )
 

@@ -79,7 +79,8 @@ def main() -> None:
     }
     text = (
         f"{size} of {model.vocab_size} tokens cover {100 * coverage:.2f}% of {counts.sum()} loss"
-        f" tokens; {distinct} distinct, {int(always.sum())} special always in, {filler} filler slots"
+        f" tokens; {distinct} distinct, {int(always.sum())} special always in,"
+        f" {filler} filler slots"
     )
     if args.dry_run:
         progress.log(f"vocab: dry run: {text}; nothing was written")

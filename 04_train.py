@@ -16,14 +16,6 @@ from pathlib import Path
 from common import artifacts, cli, progress
 
 STAGE = "train"
-SHAPE_KEYS = (
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "rope_theta",
-    "rms_norm_eps",
-)
 
 
 def parse_args():
@@ -62,7 +54,8 @@ def parse_args():
         type=cli.json_object,
         default={},
         metavar="JSON",
-        help=f"shape of the draft: {', '.join(SHAPE_KEYS)}",
+        help="shape of the draft: intermediate_size, num_attention_heads, num_key_value_heads,"
+        " head_dim, rope_theta, rms_norm_eps (default: the verifier's)",
     )
     p.add_argument("--save-every", type=cli.positive_int, default=200, metavar="STEPS")
     p.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
@@ -79,7 +72,7 @@ def main() -> None:
     out = Path(args.output_dir)
 
     # ---------------------------------------------------------------- check
-    from common import hidden_files, samples, verifier, vocab
+    from common import draft_shape, hidden_files, samples, verifier, vocab
 
     model = verifier.load_verifier(args.model_path)
     prepared = samples.prepared_folder(args.prepared_data)
@@ -108,7 +101,15 @@ def main() -> None:
                 f"sample {sample.id!r} has {size} tokens, over --max-batch-tokens"
                 f" {args.max_batch_tokens}; raise it"
             )
-    shape = draft_shape(args, model, len(layers) - 1, len(d2t))
+    shape = draft_shape.draft_shape(
+        args.draft,
+        model,
+        len(layers) - 1,
+        len(d2t),
+        norm_before_residual=args.norm_before_residual,
+        norm_before_fc=args.norm_before_fc,
+        norm_output=args.norm_output,
+    )
     device, dtype = choose_compute(args.device, args.compute_dtype)
     settings = run_settings(args, shape, layers, device, dtype, count)
     state = artifacts.earlier_run(out, STAGE, settings, inputs, args.overwrite)
@@ -117,7 +118,7 @@ def main() -> None:
         return
 
     # ---------------------------------------------------------------- plan
-    from common import packing
+    from common import curves, packing, serving
 
     lengths = {i: len(s.input_ids) for i, s in data.items()}
     held = {
@@ -126,10 +127,13 @@ def main() -> None:
         if packing.is_heldout(data[i].conversation, args.heldout_fraction)
     }
     train = {i: n for i, n in lengths.items() if i not in held}
+    # An answer of one token gives the draft nothing to predict.
+    idle = [i for i in train if not packing.carries_loss(data[i], args.loss_rule)]
+    train = {i: n for i, n in train.items() if i not in set(idle)}
     if not train:
         raise cli.UserError(
-            f"{prepared}: all {len(held)} samples fall into the held-out split; lower"
-            " --heldout-fraction or prepare more"
+            f"{prepared}: nothing to train on ({len(held)} samples held out, {len(idle)} without a"
+            " loss position); lower --heldout-fraction or prepare more"
         )
     plan = [
         (epoch, row)
@@ -159,7 +163,8 @@ def main() -> None:
     result = train_draft(run, reader, plan, held, lengths, out)
 
     # ---------------------------------------------------------------- report
-    draw_curves(out)
+    curves.draw_curves(out)
+    serving.check_draft(out, model)
     digest = artifacts.sha256_file(out / "model.safetensors")
     seconds = time.monotonic() - started
     counts = {"samples": len(train), "heldout": len(held), "steps": len(plan), "tokens": tokens}
@@ -181,15 +186,17 @@ def main() -> None:
 
 
 def train_draft(run, reader, plan, held, lengths, out: Path) -> dict | None:
-    """Train to the end of the plan, resuming from the newest state; returns the last
-    held-out measure. Exports the checkpoint at the end."""
+    """Train to the end of the plan, resuming from the newest state, and export the
+    checkpoint; returns the last held-out measure."""
     import torch
 
-    from common import checkpoint, export, packing, ttt_step
+    from common import checkpoint, curves, export, packing, training
+    from common.draft_shape import flops_a_token
 
     args, model, shape, layers, device, dtype, d2t, t2d = run
     torch.use_deterministic_algorithms(True)
-    teacher, draft = build(args, model, shape, d2t, device, dtype)
+    teacher, draft = training.build(model, shape, d2t, device, dtype, args.seed)
+    draft.lm_head.weight.requires_grad_(args.train_lm_head)
     trained = [p for p in draft.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(
         trained, lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True
@@ -200,215 +207,68 @@ def train_draft(run, reader, plan, held, lengths, out: Path) -> dict | None:
         saved = checkpoint.load_state(newest, draft, optimizer)
         step, heldout = saved["step"], saved["heldout"]
         progress.log(f"train: continuing after step {step} of {len(plan)}")
-    keep_metrics(out / "metrics.jsonl", step)
+    curves.keep_metrics(out / "metrics.jsonl", step)
     weights = [args.ttt_decay**k for k in range(args.ttt_steps)]
-    total = sum(lengths[i] for _, row in plan for i in row)
-    seen = sum(lengths[i] for _, row in plan[:step] for i in row)
-    bar = progress.Progress("train", total, "tokens", initial=seen)
-    stopper = progress.Stopper()
+    row_tokens = [sum(lengths[i] for i in row) for _, row in plan]
     held_rows = packing.pack_rows(held, args.max_batch_tokens, None)
-    peak = float(model_flops(shape, args.ttt_steps))
-
-    def save() -> None:
-        checkpoint.save_state(out / "state", step, draft, optimizer, {"heldout": heldout})
+    flops = flops_a_token(shape, args.ttt_steps)
+    bar = progress.Progress("train", sum(row_tokens), "tokens", initial=sum(row_tokens[:step]))
+    stopper = progress.Stopper()
 
     with (
         ThreadPoolExecutor(1) as loader,
         open(out / "metrics.jsonl", "a", encoding="utf-8") as metrics,
     ):
+
+        def note(line: dict) -> None:
+            metrics.write(json.dumps(line) + "\n")
+            metrics.flush()
+
         ahead = loader.submit(reader.read, plan[step][1]) if step < len(plan) else None
         while step < len(plan):
             began = time.monotonic()
-            epoch, _ = plan[step]
-            row = to_device(ahead.result(), device)
+            epoch, tokens = plan[step][0], row_tokens[step]
+            row = training.to_device(ahead.result(), device)
             if step + 1 < len(plan):
                 ahead = loader.submit(reader.read, plan[step + 1][1])
-            lr = args.lr * schedule(step, len(plan), args.warmup)
-            for group in optimizer.param_groups:
-                group["lr"] = lr
-            with torch.autocast(device, dtype, enabled=dtype != torch.float32):
-                result = ttt_step.step_loss(draft, teacher, row, weights, dtype)
-            optimizer.zero_grad()
-            result.loss.backward()
-            norm = torch.nn.utils.clip_grad_norm_(trained, args.clip)
-            optimizer.step()
+            lr = args.lr * training.schedule(step, len(plan), args.warmup)
+            found = training.train_step(
+                draft, teacher, row, optimizer, lr, args.clip, weights, device, dtype
+            )
             step += 1
-            loss = float(result.loss)
-            if not math.isfinite(loss):
+            if not math.isfinite(found["loss"]):
                 raise cli.UserError(
-                    f"step {step}: the loss is {loss}; the last good state is in {out / 'state'}."
-                    " Lower --lr and start again with --overwrite"
+                    f"step {step}: the loss is {found['loss']}; lower --lr and start again with"
+                    f" --overwrite (the last state saved is in {out / 'state'})"
                 )
-            losses = [float(s) / n for s, n in zip(result.loss_sums, result.counts, strict=True)]
-            accuracy = [int(c) / n for c, n in zip(result.correct, result.counts, strict=True)]
-            n = sum(lengths[i] for i in plan[step - 1][1])
             seconds = time.monotonic() - began
-            line = {
-                "step": step,
-                "epoch": epoch,
-                "loss": round(loss, 5),
-                "loss_by_depth": [round(x, 5) for x in losses],
-                "accuracy_by_depth": [round(x, 4) for x in accuracy],
-                "lr": lr,
-                "grad_norm": round(float(norm), 4),
-                "tokens": n,
-                "tokens_per_second": round(n / seconds, 1),
-                "tflops": round(peak * n / seconds / 1e12, 3),
+            speed = {
+                "tokens": tokens,
+                "tokens_per_second": round(tokens / seconds, 1),
+                "tflops": round(flops * tokens / seconds / 1e12, 3),
             }
-            metrics.write(json.dumps(line) + "\n")
-            metrics.flush()
-            shown = " ".join(f"{a:.3f}" for a in accuracy)
-            bar.add(n, f"step {step}/{len(plan)} epoch {epoch + 1} loss {loss:.3f} acc {shown}")
-            if step == len(plan) or plan[step][0] != epoch:
-                heldout = measure(draft, teacher, reader, held_rows, device, dtype)
-                if heldout:
-                    metrics.write(json.dumps({"step": step, "epoch": epoch, **heldout}) + "\n")
-                    metrics.flush()
-                    progress.log(
-                        f"train: epoch {epoch + 1} held-out accuracy {heldout['heldout_accuracy']}"
-                        f" acceptance length {heldout['acceptance_length']}"
-                    )
+            note({"step": step, "epoch": epoch, **found, **speed})
+            shown = " ".join(f"{a:.3f}" for a in found["accuracy_by_depth"])
+            text = f"step {step}/{len(plan)} epoch {epoch + 1} loss {found['loss']:.3f} acc {shown}"
+            bar.add(tokens, text)
+            if held_rows and (step == len(plan) or plan[step][0] != epoch):
+                heldout = training.measure(draft, teacher, reader, held_rows, device, dtype)
+                note({"step": step, "epoch": epoch, **heldout})
+                progress.log(
+                    f"train: epoch {epoch + 1} held-out accuracy {heldout['heldout_accuracy']}"
+                    f" acceptance length {heldout['acceptance_length']}"
+                )
             if stopper.code or step % args.save_every == 0 or step == len(plan):
-                save()
+                extra = {"heldout": heldout}
+                checkpoint.save_state(out / "state", step, draft, optimizer, extra)
             if stopper.code and step < len(plan):
                 raise cli.Interrupted(
                     stopper.code, f"state after step {step} saved; run again to continue"
                 )
     bar.close()
-    export.export_draft(
-        out,
-        draft,
-        model,
-        layers[:-1],
-        args.ttt_steps,
-        torch.from_numpy(d2t),
-        torch.from_numpy(t2d),
-        torch.bfloat16 if dtype == torch.bfloat16 else torch.float32,
-    )
+    maps = torch.from_numpy(d2t), torch.from_numpy(t2d)
+    export.export_draft(out, draft, model, layers[:-1], args.ttt_steps, *maps, dtype)
     return heldout
-
-
-def build(args, model, shape, d2t, device, dtype):
-    """Return (teacher, draft) on the device: the verifier's three tensors and a fresh draft."""
-    import torch
-
-    from common import eagle3, ttt_step, verifier
-
-    tensors = verifier.read_tensors(model, ("embed_tokens", "lm_head", "norm"))
-    target_D = torch.from_numpy(d2t) + torch.arange(len(d2t))
-    head_VH = tensors["lm_head"]
-    teacher = ttt_step.Teacher(
-        embed_VH=tensors["embed_tokens"].to(device, dtype),
-        head_VH=head_VH.to(device, dtype),
-        head_DH=head_VH[target_D].to(device, dtype),
-        norm_H=tensors["norm"].to(device, torch.float32),
-        eps=model.rms_norm_eps,
-        target_D=target_D.to(device),
-    )
-    torch.manual_seed(args.seed)
-    draft = eagle3.Eagle3Draft(shape)
-    eagle3.initialize(draft, head_VH[target_D])
-    draft.to(device)
-    draft.lm_head.weight.requires_grad_(args.train_lm_head)
-    return teacher, draft
-
-
-def measure(draft, teacher, reader, held_rows, device, dtype) -> dict | None:
-    """Held-out accuracy and simulated acceptance length, None without held-out samples."""
-    import torch
-
-    from common import ttt_step
-
-    if not held_rows:
-        return None
-    counts = torch.zeros(reader.depths, 3, dtype=torch.int64)
-    with torch.autocast(device, dtype, enabled=dtype != torch.float32):
-        for indices in held_rows:
-            row = to_device(reader.read(indices), device)
-            counts += ttt_step.heldout_counts(draft, teacher, row, dtype)
-    found = ttt_step.acceptance(counts)
-    return {"heldout_accuracy": found.pop("accuracy"), **found}
-
-
-def to_device(row, device: str):
-    from dataclasses import replace
-
-    if device == "cpu":
-        return row
-    moved = {
-        name: getattr(row, name).pin_memory().to(device, non_blocking=True)
-        for name in ("aux_TAH", "last_TH", "ids_T", "positions_T")
-    }
-    return replace(row, **moved)
-
-
-def schedule(step: int, steps: int, warmup: float) -> float:
-    """Factor of the peak learning rate: linear warm-up, then a cosine to 0."""
-    warm = max(1, round(warmup * steps))
-    if step < warm:
-        return (step + 1) / warm
-    return 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm)))
-
-
-def model_flops(shape, depths: int) -> int:
-    """Floating-point operations a token, as if every token carried loss at every depth."""
-    s = shape
-    q, kv = s.num_attention_heads * s.head_dim, s.num_key_value_heads * s.head_dim
-    fc = s.num_aux_layers * s.hidden_size**2
-    layer = 2 * s.hidden_size * (q + 2 * kv) + q * s.hidden_size
-    layer += 3 * s.hidden_size * s.intermediate_size
-    head = s.hidden_size * s.draft_vocab_size
-    return 6 * (fc + depths * (layer + head)) + 2 * head
-
-
-def keep_metrics(path: Path, step: int) -> None:
-    """Drop the lines of steps that are about to be done again."""
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
-        except json.JSONDecodeError:  # the line that a kill cut
-            break
-    with artifacts.atomic_file(path, "w") as f:
-        f.writelines(kept)
-
-
-def draw_curves(out: Path) -> None:
-    """curves.png: loss and accuracy a depth over the steps, held-out accuracy at epoch ends."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    lines = [json.loads(x) for x in (out / "metrics.jsonl").read_text().splitlines()]
-    steps = [x for x in lines if "loss" in x]
-    held = [x for x in lines if "heldout_accuracy" in x]
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4))
-    for k in range(len(steps[0]["loss_by_depth"])):
-        here = [x for x in steps if len(x["loss_by_depth"]) > k]
-        x = [p["step"] for p in here]
-        left.plot(x, [p["loss_by_depth"][k] for p in here], color=f"C{k}", label=f"depth {k}")
-        right.plot(x, [p["accuracy_by_depth"][k] for p in here], color=f"C{k}", alpha=0.4)
-        if held:
-            right.plot(
-                [p["step"] for p in held],
-                [p["heldout_accuracy"][k] for p in held],
-                color=f"C{k}",
-                marker="o",
-                label=f"depth {k}, held out",
-            )
-    left.set(xlabel="step", ylabel="KL(verifier || draft)", title="loss")
-    right.set(xlabel="step", ylabel="accuracy", title="accuracy: training (pale), held out")
-    left.legend()
-    if held:
-        right.legend()
-    figure.tight_layout()
-    with artifacts.atomic_file(out / "curves.png") as f:
-        figure.savefig(f, format="png", dpi=110)
-    pyplot.close(figure)
 
 
 def check_inputs(inputs, prepared, vocab_map, vocab_report, hidden, hidden_report, args) -> None:
@@ -457,44 +317,6 @@ def check_layers(asked, model, hidden: Path, hidden_report) -> list[int]:
     return held
 
 
-def draft_shape(args, model, num_aux: int, draft_vocab_size: int):
-    """The draft's shape: --draft where given, otherwise the verifier's own."""
-    from common.eagle3 import DraftShape
-
-    given = dict(args.draft)
-    unknown = [k for k in given if k not in SHAPE_KEYS]
-    if unknown:
-        raise cli.UserError(
-            f"--draft: unknown key {unknown[0]}{cli.nearest(unknown[0], list(SHAPE_KEYS))}"
-        )
-    text = model.text
-    heads = int(given.get("num_attention_heads") or text["num_attention_heads"])
-    rope = text.get("rope_parameters") or {}
-    shape = DraftShape(
-        hidden_size=model.hidden_size,
-        intermediate_size=int(given.get("intermediate_size") or text["intermediate_size"]),
-        num_attention_heads=heads,
-        num_key_value_heads=int(given.get("num_key_value_heads") or heads),
-        head_dim=int(given.get("head_dim") or model.hidden_size // heads),
-        rope_theta=float(
-            given.get("rope_theta") or text.get("rope_theta") or rope.get("rope_theta") or 10000.0
-        ),
-        rms_norm_eps=float(given.get("rms_norm_eps") or model.rms_norm_eps),
-        num_aux_layers=num_aux,
-        draft_vocab_size=draft_vocab_size,
-        vocab_size=model.vocab_size,
-        norm_before_residual=args.norm_before_residual,
-        norm_before_fc=args.norm_before_fc,
-        norm_output=args.norm_output,
-    )
-    if shape.num_attention_heads % shape.num_key_value_heads:
-        raise cli.UserError(
-            f"--draft: {shape.num_attention_heads} heads are no multiple of"
-            f" {shape.num_key_value_heads} key/value heads"
-        )
-    return shape
-
-
 def choose_compute(device: str, dtype: str):
     """Resolve `auto`: CUDA where there is one; bfloat16 where the processor computes in it."""
     import torch
@@ -513,10 +335,20 @@ def run_settings(args, shape, layers, device, dtype, count) -> dict:
     """What decides the weights: a resume or a reuse must have the same."""
     from dataclasses import asdict
 
-    names = (
-        "epochs max_batch_tokens ttt_steps ttt_decay loss_rule lr warmup weight_decay clip"
-        " heldout_fraction train_lm_head seed"
-    ).split()
+    names = [
+        "epochs",
+        "max_batch_tokens",
+        "ttt_steps",
+        "ttt_decay",
+        "loss_rule",
+        "lr",
+        "warmup",
+        "weight_decay",
+        "clip",
+        "heldout_fraction",
+        "train_lm_head",
+        "seed",
+    ]
     return {
         **{n: getattr(args, n) for n in names},
         "draft": asdict(shape),

@@ -228,7 +228,7 @@ def run(main: Callable[[], None]) -> NoReturn:
     except OSError as e:
         report_error(os_error_text(e))
         finish(1)
-    except Exception as e:  # noqa: BLE001 - a bug or a library fault: show all, then one line
+    except Exception as e:
         traceback.print_exc()
         report_error(f"{type(e).__name__}: {' '.join(str(e).split())[:500]}")
         finish(1)

@@ -13,24 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-
-@dataclass(frozen=True)
-class DraftShape:
-    """Everything that decides the draft's architecture."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rope_theta: float
-    rms_norm_eps: float
-    num_aux_layers: int
-    draft_vocab_size: int
-    vocab_size: int
-    norm_before_residual: bool = True
-    norm_before_fc: bool = False
-    norm_output: bool = False
+from common.draft_shape import DraftShape
 
 
 class RMSNorm(nn.Module):

@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 
 from common.artifacts import fsync_folder
-from common.eagle3 import DraftShape, Eagle3Draft
+from common.draft_shape import DraftShape
+from common.eagle3 import Eagle3Draft
 from common.verifier import Verifier
 
 FILES = ("config.json", "model.safetensors")

@@ -20,6 +20,12 @@ def is_heldout(conversation: str, fraction: float) -> bool:
     return int.from_bytes(digest[:8], "big") < fraction * 2**64
 
 
+def carries_loss(sample: Sample, rule: str) -> bool:
+    """Whether any prediction of the sample carries loss."""
+    mask = torch.tensor(sample.loss_mask, dtype=torch.bool)
+    return bool(loss_table(mask, [0], 1, rule).any())
+
+
 def pack_rows(lengths: dict[int, int], budget: int, shuffle: int | None) -> list[list[int]]:
     """Group samples into rows of at most `budget` tokens.
 

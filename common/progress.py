@@ -39,7 +39,7 @@ def log(text: str) -> None:
 
 def duration(seconds: float) -> str:
     """Seconds as `1h02m`, `3m20s` or `12s`."""
-    s = int(round(seconds))
+    s = round(seconds)
     if s >= 3600:
         return f"{s // 3600}h{s % 3600 // 60:02d}m"
     return f"{s // 60}m{s % 60:02d}s" if s >= 60 else f"{s}s"

@@ -167,8 +167,8 @@ def fed_states_error(llm: "LLM", ids: list[int], aux_TAH: "torch.Tensor") -> flo
     rows = [x for x in fed if x.shape[0] >= T and x.shape[1] == aux_TAH.shape[1]]
     if not rows:
         raise UserError(
-            f"vLLM fed the draft {[tuple(x.shape) for x in fed]}, expected [{T}, {aux_TAH.shape[1]}]:"
-            " it serves other aux layers than the draft was trained on"
+            f"vLLM fed the draft {[tuple(x.shape) for x in fed]}, expected"
+            f" [{T}, {aux_TAH.shape[1]}]: it serves other aux layers than the draft was trained on"
         )
     theirs, ours = rows[0][:T].double(), aux_TAH.double()
     return float((theirs - ours).norm() / ours.norm())

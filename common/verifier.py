@@ -110,7 +110,7 @@ def model_file(model_path: str, name: str) -> Path:
 
     try:
         return Path(hf_hub_download(model_path, name))
-    except Exception as e:  # noqa: BLE001 - a dozen hub and network errors, one remedy
+    except Exception as e:
         reason = f"{type(e).__name__}: {' '.join(str(e).split())[:160]}"
         raise UserError(
             f"--model-path {model_path}: no such folder, and {name} could not be fetched from"

@@ -146,7 +146,7 @@ def test_rows_are_found_whatever_the_order_and_grouping(ids, rng, groups):
 def test_a_missing_or_cut_sample_is_an_error():
     samples = [(0, [5, 6, 7]), (9, [8, 8])]
     cut = {"ids": torch.tensor([5, 6]), "positions": torch.tensor([0, 1]), "layers": {}}
-    with pytest.raises(CaptureError, match="sample 0 .*cut into chunks"):
+    with pytest.raises(CaptureError, match=r"sample 0 .*cut into chunks"):
         match_rows([cut], samples)
 
 

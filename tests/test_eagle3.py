@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from common.eagle3 import DraftShape, Eagle3Draft, PackedRow, initialize
-from common.losses import linear_kl, teacher_probs
+from common.draft_shape import DraftShape
+from common.eagle3 import Eagle3Draft, PackedRow, initialize
 from common.loss_table import loss_table, needed_columns
+from common.losses import linear_kl, teacher_probs
 from common.ttt_step import Teacher, acceptance, heldout_counts, step_loss
 
 H, V, D, DEPTHS = 64, 96, 40, 3
@@ -57,7 +58,9 @@ def fresh(s, t):
 def sample(seed, turns):
     """One sample whose mask is 0 for the first and 1 for the second of each pair in turns."""
     g = torch.Generator().manual_seed(seed)
-    mask = torch.tensor([v for pair in turns for v, n in zip((0, 1), pair) for _ in range(n)])
+    mask = torch.tensor(
+        [v for pair in turns for v, n in zip((0, 1), pair, strict=True) for _ in range(n)]
+    )
     T = len(mask)
     return dict(
         aux=torch.randn(T, 3 * H, generator=g),
@@ -107,6 +110,7 @@ def test_loss_and_gradients_equal_speculators(flags, decay):
     from speculators.losses import resolve_loss_config
     from speculators.models.eagle3 import Eagle3DraftModel
     from speculators.models.eagle3.data import shift_batch
+
     from common.export import speculators_config
     from common.verifier import Verifier
 

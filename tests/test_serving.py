@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from common import engine, serving
-from common.eagle3 import DraftShape, Eagle3Draft, initialize
+from common.draft_shape import DraftShape
+from common.eagle3 import Eagle3Draft, initialize
 from common.export import export_draft, serving_layer_ids
 from common.hidden_files import hidden_file, read_hidden
 from common.verifier import load_verifier, read_tensors

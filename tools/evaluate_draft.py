@@ -7,7 +7,6 @@ that the tensor entering the draft's `fc` inside vLLM is what 03 stored for the 
 tokens: training and serving must mean the same layers, and acceptance does not show it.
 """
 
-import json
 import random
 import sys
 import time

@@ -1,0 +1,56 @@
+"""metrics.jsonl of a training run, and the picture drawn from it."""
+
+import json
+from pathlib import Path
+
+from common.artifacts import atomic_file
+
+
+def keep_metrics(path: Path, step: int) -> None:
+    """Drop the lines of steps that are about to be done again."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
+        except json.JSONDecodeError:  # the line that a kill cut
+            break
+    with atomic_file(path, "w") as f:
+        f.writelines(kept)
+
+
+def draw_curves(out: Path) -> None:
+    """curves.png: loss and accuracy a depth over the steps, held-out accuracy at epoch ends."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    lines = [json.loads(x) for x in (out / "metrics.jsonl").read_text().splitlines()]
+    steps = [x for x in lines if "loss" in x]
+    held = [x for x in lines if "heldout_accuracy" in x]
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4))
+    for k in range(len(steps[0]["loss_by_depth"])):
+        here = [x for x in steps if len(x["loss_by_depth"]) > k]
+        x = [p["step"] for p in here]
+        left.plot(x, [p["loss_by_depth"][k] for p in here], color=f"C{k}", label=f"depth {k}")
+        right.plot(x, [p["accuracy_by_depth"][k] for p in here], color=f"C{k}", alpha=0.4)
+        if held:
+            right.plot(
+                [p["step"] for p in held],
+                [p["heldout_accuracy"][k] for p in held],
+                color=f"C{k}",
+                marker="o",
+                label=f"depth {k}, held out",
+            )
+    left.set(xlabel="step", ylabel="KL(verifier || draft)", title="loss")
+    right.set(xlabel="step", ylabel="accuracy", title="accuracy: training (pale), held out")
+    left.legend()
+    if held:
+        right.legend()
+    figure.tight_layout()
+    with atomic_file(out / "curves.png") as f:
+        figure.savefig(f, format="png", dpi=110)
+    pyplot.close(figure)
