@@ -309,10 +309,10 @@ def check_layers(asked, model, hidden: Path, hidden_report) -> list[int]:
             f" --layers {' '.join(map(str, expected))}, or pass --layers"
             f" {' '.join(map(str, held))} here"
         )
-    if held[-1] != model.num_layers - 1 or len(held) < 2:
+    if held[-1] != model.num_layers - 1 or len(held) != 4:
         raise cli.UserError(
-            f"{hidden}: holds layers {held}; training needs the final layer"
-            f" {model.num_layers - 1} (its targets) and at least one before it"
+            f"{hidden}: holds layers {held}; training needs three layers (vLLM feeds a draft of"
+            f" this format three) and the final one, {model.num_layers - 1} (the targets)"
         )
     return held
 

@@ -9,6 +9,7 @@ from common.artifacts import read_json, read_report
 from common.cli import UserError
 from common.export import serving_layer_ids
 from common.progress import Progress
+from common.prompts import Prompt
 from common.verifier import Verifier, safetensors_header
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class Run:
 
 def generate(
     llm: "LLM",
-    prompts: dict[str, list[int]],
+    prompts: list[Prompt],
     end_ids: tuple[int, ...],
     max_new_tokens: int,
     what: str,
@@ -70,15 +71,15 @@ def generate(
     from vllm import SamplingParams
 
     bar = Progress(f"evaluate: {what}", len(prompts), "prompts")
-    answers = {key: Answer() for key in prompts}
-    for key, ids in prompts.items():
+    answers = {prompt.id: Answer() for prompt in prompts}
+    for prompt in prompts:
         params = SamplingParams(
             max_tokens=max_new_tokens,
             temperature=0,
             stop_token_ids=list(end_ids),
             detokenize=False,
         )
-        llm.llm_engine.add_request(key, {"prompt_token_ids": ids}, params)
+        llm.llm_engine.add_request(prompt.id, {"prompt_token_ids": prompt.input_ids}, params)
     started = time.monotonic()
     while llm.llm_engine.has_unfinished_requests():
         for output in llm.llm_engine.step():

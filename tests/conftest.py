@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from common import engine, progress
+from tests.tiny_models import make_llama, make_rows
 
 progress.quiet_libraries()
 engine.prepare_environment(1)
@@ -72,42 +73,14 @@ def tokenizer(smollm2):
 
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory) -> Path:
-    """A random 5-layer Llama whose 4 heads divide by 2; real vLLM loads it in a second."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    path = tmp_path_factory.mktemp("verifier") / "tiny-llama"
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=5,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        vocab_size=512,
-        max_position_embeddings=2048,
-        initializer_range=0.06,
-        tie_word_embeddings=False,
-        bos_token_id=0,
-        eos_token_id=1,
-    )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
-    return path
+    """A random 8-layer Llama (tests/tiny_models.py)."""
+    return make_llama(tmp_path_factory.mktemp("verifier") / "tiny-llama")
 
 
 @pytest.fixture(scope="session")
 def random_rows() -> list[dict]:
-    """Tokenized rows over 512 ids: a prompt, then an answer that ends with token 1."""
-    import random
-
-    rng = random.Random(0)
-    rows = []
-    for n in range(40):
-        prompt, answer = rng.randrange(3, 60), rng.randrange(2, 120)
-        ids = [rng.randrange(2, 512) for _ in range(prompt + answer - 1)] + [1]
-        rows.append({"id": f"r{n}", "input_ids": ids, "loss_mask": [0] * prompt + [1] * answer})
-    return rows
+    """Forty tokenized rows for the tiny verifier."""
+    return make_rows(40)
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
 """The scripts as a user runs them: the whole chain, kills and resumes, tensor parallelism."""
 
+import contextlib
 import json
 import os
 import signal
@@ -115,7 +116,7 @@ def extract_args(stages, out, *more):
 
 
 def killed(name, args, ready, sig) -> subprocess.CompletedProcess:
-    """Run a script and send it a signal as soon as `ready` says so."""
+    """Run a script and send it a signal (0: none) as soon as `ready` says so."""
     process = subprocess.Popen(
         [sys.executable, str(ROOT / name), *map(str, args)],
         stdout=subprocess.PIPE,
@@ -126,8 +127,9 @@ def killed(name, args, ready, sig) -> subprocess.CompletedProcess:
     deadline = time.monotonic() + 240
     while process.poll() is None and not ready() and time.monotonic() < deadline:
         time.sleep(0.005)
-    assert process.poll() is None, "ended before the signal: " + process.communicate()[1][-2000:]
-    process.send_signal(sig)
+    if sig:
+        assert process.poll() is None, "ended too early: " + process.communicate()[1][-2000:]
+        process.send_signal(sig)
     out, err = process.communicate(timeout=120)
     return subprocess.CompletedProcess(args, process.returncode, out, err)
 
@@ -157,6 +159,43 @@ def test_extraction_resumes_to_the_same_bytes(tiny_stages, tmp_path, sig):
     mine, theirs = (json.loads((p / REPORT).read_text()) for p in (out, tiny_stages["hidden"]))
     assert mine["content_sha256"] == theirs["content_sha256"]
     assert not list(out.rglob("*.partial"))
+
+
+def test_disk_that_fills_up_while_extracting(tiny_stages, tmp_path):
+    """One line with the remedy; after space is freed the same command ends the same."""
+    mount = tmp_path / "disk"
+    mount.mkdir()
+    size = sum(len(b) for b in files_of(tiny_stages["hidden"]).values()) + 3_000_000
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(mount)], capture_output=True
+    )
+    if made.returncode:
+        pytest.skip("needs the right to mount a small tmpfs (run as root)")
+    try:
+        out, filler = mount / "hidden", mount / "filler"
+
+        def filled_up():
+            path = out / "journal.jsonl"
+            if not (path.exists() and path.read_bytes().count(b"\n")):
+                return False
+            with contextlib.suppress(OSError), open(filler, "wb", buffering=0) as f:
+                while True:
+                    f.write(b"0" * 4096)
+            return True
+
+        args = extract_args(tiny_stages, out, "--max-batch-tokens", 256)
+        result = killed("03_extract_hidden_states.py", args, filled_up, 0)
+        assert result.returncode == 1
+        assert "No space left on device; free space" in last_line(result)
+        assert "Traceback" not in result.stderr
+        filler.unlink()
+        must(script("03_extract_hidden_states.py", *args))
+        whole = tmp_path / "whole"
+        args = extract_args(tiny_stages, whole, "--max-batch-tokens", 256)
+        must(script("03_extract_hidden_states.py", *args))
+        assert files_of(out) == files_of(whole)
+    finally:
+        subprocess.run(["umount", str(mount)], check=True)
 
 
 def test_a_truncated_file_is_made_again_by_a_resume(tiny_stages, tmp_path):

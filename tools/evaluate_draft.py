@@ -7,6 +7,7 @@ that the tensor entering the draft's `fc` inside vLLM is what 03 stored for the 
 tokens: training and serving must mean the same layers, and acceptance does not show it.
 """
 
+import functools
 import random
 import sys
 import time
@@ -75,24 +76,11 @@ def main() -> None:
     artifacts.prepare_output(out, args.overwrite)
 
     # ---------------------------------------------------------------- prompts
-    from common import chat
+    from common import chat, prompts
 
-    tokenizer = chat.load_tokenizer(args.model_path, args.trust_remote_code)
-    prompts = {}
-    for n, row in enumerate(found):
-        try:
-            messages = chat.messages_of(row.value)
-            while messages and messages[-1]["role"] == "assistant":
-                messages.pop()
-            ids = chat.render(tokenizer, messages, True, row.value.get("tools"))
-        except chat.RowError as e:
-            raise cli.UserError(f"{row.where}: {e}") from None
-        if len(ids) + args.max_new_tokens > args.max_seq_len:
-            raise cli.UserError(
-                f"{row.where}: {len(ids)} prompt tokens + --max-new-tokens {args.max_new_tokens}"
-                f" exceed --max-seq-len {args.max_seq_len}"
-            )
-        prompts[f"{n}"] = ids
+    load = functools.partial(chat.load_tokenizer, args.model_path, args.trust_remote_code)
+    longest = args.max_seq_len - args.max_new_tokens
+    asked = prompts.load_prompts(found, functools.cache(load), model.vocab_size, longest)
 
     # ---------------------------------------------------------------- run
     from common import engine
@@ -113,7 +101,7 @@ def main() -> None:
         "num_speculative_tokens": args.num_speculative_tokens,
     }
     llm = engine.start_engine(base, args.engine_args)
-    plain = serving.generate(llm, prompts, model.end_ids, args.max_new_tokens, "verifier alone")
+    plain = serving.generate(llm, asked, model.end_ids, args.max_new_tokens, "verifier alone")
     engine.stop_engine(llm)
     del llm
     extension = {"worker_extension_cls": "common.serving.ServingExtension", "enforce_eager": True}
@@ -122,7 +110,7 @@ def main() -> None:
     if args.hidden_states:
         fed = serving.check_fed_states(llm, Path(args.hidden_states), args.max_seq_len)
     before = serving.spec_counters(llm)
-    drafted = serving.generate(llm, prompts, model.end_ids, args.max_new_tokens, "with draft")
+    drafted = serving.generate(llm, asked, model.end_ids, args.max_new_tokens, "with draft")
     counters = {k: v - before[k] for k, v in serving.spec_counters(llm).items()}
     engine.stop_engine(llm)
 
@@ -130,20 +118,20 @@ def main() -> None:
     result = summary(plain, drafted, counters, args.num_speculative_tokens, args.seed)
     if fed is not None:
         result["fed_states_relative_error"] = fed
-    table = format_table(result, args, len(prompts))
+    table = format_table(result, args, len(asked))
     (out / "table.txt").write_text(table + "\n", encoding="utf-8")
     artifacts.write_json(out / "result.json", result)
     digest = artifacts.sha256_file(out / "result.json")
     seconds = time.monotonic() - started
     artifacts.write_json(
         out / artifacts.REPORT,
-        artifacts.report(STAGE, settings, inputs, {"prompts": len(prompts)}, digest, seconds),
+        artifacts.report(STAGE, settings, inputs, {"prompts": len(asked)}, digest, seconds),
     )
     progress.log(table)
     low, high = result["interval_95"]
     progress.log(
         f"evaluate: acceptance length {result['acceptance_length']:.3f}"
-        f" (95% {low:.3f} to {high:.3f}) over {len(prompts)} prompts;"
+        f" (95% {low:.3f} to {high:.3f}) over {len(asked)} prompts;"
         f" {progress.duration(seconds)} -> {out}"
     )
 

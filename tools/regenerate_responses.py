@@ -7,6 +7,7 @@ answer's text included), input_ids, loss_mask and finish_reason, which 01 passes
 Run the same command again after a kill: prompts already answered are not asked twice.
 """
 
+import functools
 import json
 import sys
 import time
@@ -82,36 +83,22 @@ def main() -> None:
     )
 
     # ---------------------------------------------------------------- prompts
-    from common import chat
+    from common import chat, prompts
 
-    tokenizer = chat.load_tokenizer(args.model_path, args.trust_remote_code)
-    prompts: dict[str, tuple[list[dict], list[int]]] = {}
-    for n, row in enumerate(found):
-        try:
-            messages = chat.messages_of(row.value)
-            while messages and messages[-1]["role"] == "assistant":
-                messages.pop()
-            if not messages:
-                raise chat.RowError("no prompt")
-            ids = chat.render(tokenizer, messages, True, row.value.get("tools"))
-        except chat.RowError as e:
-            raise cli.UserError(f"{row.where}: {e}") from None
-        if len(ids) + args.max_new_tokens > args.max_seq_len:
-            raise cli.UserError(
-                f"{row.where}: {len(ids)} prompt tokens + --max-new-tokens {args.max_new_tokens}"
-                f" exceed --max-seq-len {args.max_seq_len}"
-            )
+    @functools.cache
+    def tokenizer():
+        return chat.load_tokenizer(args.model_path, args.trust_remote_code)
+
+    longest = args.max_seq_len - args.max_new_tokens
+    asked = {}
+    for prompt in prompts.load_prompts(found, tokenizer, model.vocab_size, longest):
         for k in range(args.answers_per_prompt):
-            name = str(row.value.get("id", n))
-            key = name if args.answers_per_prompt == 1 else f"{name}#{k}"
-            if key in prompts:
-                raise cli.UserError(f"{row.where}: the id {key!r} occurs twice")
-            prompts[key] = (messages, ids)
+            asked[f"{prompt.id}#{k}" if args.answers_per_prompt > 1 else prompt.id] = prompt
 
     # ---------------------------------------------------------------- ask
     answers = out / "responses.jsonl"
     done = read_answers(answers)
-    left = {k: v for k, v in prompts.items() if k not in done}
+    left = {k: v for k, v in asked.items() if k not in done}
     tokens = sum(done.values())
     if left:
         from common import engine
@@ -131,9 +118,9 @@ def main() -> None:
             },
             args.engine_args,
         )
-        bar = progress.Progress("regenerate", len(prompts), "answers", initial=len(done))
+        bar = progress.Progress("regenerate", len(asked), "answers", initial=len(done))
         stopper = progress.Stopper()
-        for k, (key, (_, ids)) in enumerate(left.items()):
+        for k, (key, prompt) in enumerate(left.items()):
             params = SamplingParams(
                 max_tokens=args.max_new_tokens,
                 temperature=args.temperature,
@@ -142,25 +129,17 @@ def main() -> None:
                 detokenize=False,
                 seed=None if args.temperature == 0 else args.seed + len(done) + k,
             )
-            llm.llm_engine.add_request(key, {"prompt_token_ids": ids}, params)
+            llm.llm_engine.add_request(key, {"prompt_token_ids": prompt.input_ids}, params)
         with open(answers, "a", encoding="utf-8") as f:
             while llm.llm_engine.has_unfinished_requests() and not stopper.code:
                 for output in llm.llm_engine.step():
                     if not output.finished:
                         continue
-                    messages, ids = left[output.request_id]
-                    answer = list(output.outputs[0].token_ids)
-                    text = tokenizer.decode(answer, skip_special_tokens=True)
-                    line = {
-                        "id": output.request_id,
-                        "messages": [*messages, {"role": "assistant", "content": text}],
-                        "input_ids": ids + answer,
-                        "loss_mask": [0] * len(ids) + [1] * len(answer),
-                        "finish_reason": output.outputs[0].finish_reason,
-                    }
+                    prompt = left[output.request_id]
+                    line = answer_line(output, prompt, tokenizer)
                     f.write(json.dumps(line) + "\n")
                     f.flush()
-                    tokens += len(answer)
+                    tokens += sum(line["loss_mask"])
                     bar.add(1, f"{tokens} tokens")
         bar.close()
         engine.stop_engine(llm)
@@ -169,16 +148,31 @@ def main() -> None:
 
     # ---------------------------------------------------------------- report
     seconds = time.monotonic() - started
-    counts = {"prompts": len(found), "answers": len(prompts), "answer_tokens": tokens}
+    counts = {"prompts": len(found), "answers": len(asked), "answer_tokens": tokens}
     digest = artifacts.sha256_file(answers)
     artifacts.write_json(
         out / artifacts.REPORT,
         artifacts.report(**report, counts=counts, data_sha256=digest, elapsed_seconds=seconds),
     )
     progress.log(
-        f"regenerate: {len(prompts)} answers, {tokens} tokens in {progress.duration(seconds)}"
+        f"regenerate: {len(asked)} answers, {tokens} tokens in {progress.duration(seconds)}"
         f" -> {answers}"
     )
+
+
+def answer_line(output, prompt, tokenizer) -> dict:
+    """The line of a finished request: its messages with the answer, and the exact ids."""
+    answer = list(output.outputs[0].token_ids)
+    line = {
+        "id": output.request_id,
+        "input_ids": prompt.input_ids + answer,
+        "loss_mask": [0] * len(prompt.input_ids) + [1] * len(answer),
+        "finish_reason": output.outputs[0].finish_reason,
+    }
+    if prompt.messages:
+        text = tokenizer().decode(answer, skip_special_tokens=True)
+        line["messages"] = [*prompt.messages, {"role": "assistant", "content": text}]
+    return line
 
 
 def read_answers(path: Path) -> dict[str, int]:
