@@ -1,0 +1,71 @@
+"""Writes that are whole or absent, hashes that ignore what gives no meaning, stale data."""
+
+import pytest
+
+from common import artifacts
+from common.cli import UserError
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path):
+    path = tmp_path / "f"
+    path.write_text("old")
+
+    def write():
+        with artifacts.atomic_file(path, "w") as f:
+            f.write("half")
+            raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        write()
+    assert path.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["f"]
+
+
+def make(settings, inputs, data, seconds):
+    return artifacts.report("vocab", settings, inputs, {}, data, seconds)
+
+
+def test_content_hash_is_of_meaning_not_of_time():
+    one = make({"a": 1}, {"prepared": "x"}, "d", 3.0)["content_sha256"]
+    assert make({"a": 1}, {"prepared": "x"}, "d", 9.0)["content_sha256"] == one
+    assert make({"a": 2}, {"prepared": "x"}, "d", 3.0)["content_sha256"] != one
+    assert make({"a": 1}, {"prepared": "y"}, "d", 3.0)["content_sha256"] != one
+    assert make({"a": 1}, {"prepared": "x"}, "e", 3.0)["content_sha256"] != one
+
+
+def test_earlier_runs(tmp_path):
+    def state(settings, inputs, overwrite=False):
+        return artifacts.earlier_run(tmp_path, "vocab", settings, inputs, overwrite)
+
+    assert state({"a": 1}, {}) == "none"
+    artifacts.write_json(tmp_path / artifacts.REPORT, make({"a": 1}, {"p": "x"}, None, 0))
+    assert state({"a": 1}, {"p": "x"}) == "in_progress"
+    artifacts.write_json(tmp_path / artifacts.REPORT, make({"a": 1}, {"p": "x"}, "d", 0))
+    assert state({"a": 1}, {"p": "x"}) == "complete"
+    with pytest.raises(UserError, match="was made with a = 1, asked for 2"):
+        state({"a": 2}, {"p": "x"})
+    with pytest.raises(UserError, match='input p = "x", asked for "y"'):
+        state({"a": 1}, {"p": "y"})
+    assert state({"a": 2}, {}, overwrite=True) == "none"
+
+
+def test_overwrite_spares_folders_that_are_not_ours(tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(UserError, match="would delete a folder"):
+        artifacts.prepare_output(tmp_path, overwrite=True)
+    assert (tmp_path / "thesis.tex").exists()
+
+
+def test_reports_of_other_stages_or_unfinished_ones_are_refused(tmp_path):
+    artifacts.write_json(tmp_path / artifacts.REPORT, make({}, {}, "d", 0))
+    with pytest.raises(UserError, match="is stage 'vocab' format 1, expected 'extract'"):
+        artifacts.read_report(tmp_path, "extract")
+    artifacts.write_json(tmp_path / artifacts.REPORT, make({}, {}, None, 0))
+    with pytest.raises(UserError, match="has not finished"):
+        artifacts.read_report(tmp_path, "vocab")
+
+
+def test_space_is_checked_before_it_runs_out(tmp_path):
+    artifacts.require_space(tmp_path / "new", 1000)
+    with pytest.raises(UserError, match="GB free; free space"):
+        artifacts.require_space(tmp_path / "new", 10**18)
