@@ -227,12 +227,14 @@ def train_draft(run, reader, plan, held, lengths, out: Path) -> dict | None:
             metrics.write(json.dumps(line) + "\n")
             metrics.flush()
 
-        ahead = loader.submit(reader.read, plan[step][1]) if step < len(plan) else None
+        ahead = None
         while step < len(plan):
             began = time.monotonic()
             epoch, tokens = plan[step][0], row_tokens[step]
-            row = training.to_device(ahead.result(), device)
-            if step + 1 < len(plan):
+            row = ahead.result() if ahead else reader.read(plan[step][1])
+            row = training.to_device(row, device)
+            # On a CPU a second thread's tensor operations would fight this one's for the cores.
+            if device != "cpu" and step + 1 < len(plan):
                 ahead = loader.submit(reader.read, plan[step + 1][1])
             lr = args.lr * training.schedule(step, len(plan), args.warmup)
             found = training.train_step(

@@ -159,24 +159,26 @@ class CaptureExtension:
             torch.stack([p["layers"][i] for i in self._layer_ids], dim=1).to("cpu", dtype)
             for p in passes
         ]  # a pass: [N, L, H]
-        futures = {}
+        # The writers' threads run no tensor operations: on a CPU each would start threads of
+        # its own and slow the others down.
+        finite = [torch.isfinite(x_NLH).flatten(1).all(1) for x_NLH in stacked]
+        futures, bad = {}, []
         for index, ids in samples:
             number, start = rows[index]
-            hidden_TLH = stacked[number][start : start + len(ids)]
-            futures[index] = self._pool.submit(
-                write_checked, hidden_file(Path(folder), index), hidden_TLH, ids
-            )
-        results: dict[int, str | None] = {}
+            span = slice(start, start + len(ids))
+            if not bool(finite[number][span].all()):
+                bad.append(index)
+                continue
+            tokens = torch.tensor(ids, dtype=torch.int64)
+            path = hidden_file(Path(folder), index)
+            futures[index] = self._pool.submit(write_hidden, path, stacked[number][span], tokens)
+        hashes: dict[int, str] = {}
         for index, future in futures.items():
             try:
-                results[index] = future.result()
+                hashes[index] = future.result()
             except OSError as e:  # a full disk; exceptions lose their type on the way to rank 0
                 return {"os_error": (e.errno, e.strerror, str(e.filename or folder))}
-        return {
-            "passes": len(passes),
-            "sha256": {i: r for i, r in results.items() if r is not None},
-            "bad": [i for i, r in results.items() if r is None],
-        }
+        return {"passes": len(passes), "sha256": hashes, "bad": bad}
 
     def capture_stop(self) -> None:
         """Remove the hooks and give the signals back, so that the engine can end the worker."""
@@ -186,13 +188,6 @@ class CaptureExtension:
             for handle in self._handles:
                 handle.remove()
             self._pool.shutdown()
-
-
-def write_checked(path: Path, hidden_TLH: torch.Tensor, ids: list[int]) -> str | None:
-    """Write one sample unless it holds NaN or Inf (then None); returns the file's sha256."""
-    if not bool(torch.isfinite(hidden_TLH).all()):
-        return None
-    return write_hidden(path, hidden_TLH, torch.tensor(ids, dtype=torch.int64))
 
 
 def match_rows(
