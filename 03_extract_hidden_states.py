@@ -6,6 +6,7 @@ the final norm). Run the same command again after a kill: it continues, and the 
 folder is the same to the byte.
 """
 
+import functools
 import json
 import shutil
 import time
@@ -118,7 +119,7 @@ def main() -> None:
         progress.log("extract: dry run, every check passed; nothing was loaded or written")
         return
     artifacts.prepare_output(out, args.overwrite)
-    report = dict(stage=STAGE, settings=settings, inputs=inputs)
+    report = functools.partial(artifacts.report, STAGE, settings, inputs)
 
     # ---------------------------------------------------------------- load and work
     seconds = 0.0
@@ -133,11 +134,10 @@ def main() -> None:
     size = sum(hidden_files.hidden_file(out, i).stat().st_size for i in lengths)
     artifacts.write_json(
         out / artifacts.REPORT,
-        artifacts.report(
-            **report,
-            counts=counts,
-            data_sha256=digest,
-            elapsed_seconds=time.monotonic() - started,
+        report(
+            counts,
+            digest,
+            time.monotonic() - started,
             extract_seconds=round(seconds, 2),
             **{k: settings[k] for k in ("layers", "layer_convention", "hidden_size", "dtype")},
             **{k: counts[k] for k in ("num_samples", "total_tokens")},
@@ -182,8 +182,7 @@ def extract(args, model, settings, report, data, units, todo, done, out) -> floa
     indices = units[todo[0]][:most]
     run_probe(llm, model, layers, by_index, indices, probe, storage_dtype)
     # From here on the folder holds data, and belongs to these settings.
-    begun = artifacts.report(**report, counts={}, data_sha256=None, elapsed_seconds=0)
-    artifacts.write_json(out / artifacts.REPORT, begun)
+    artifacts.write_json(out / artifacts.REPORT, report({}, None, 0))
 
     started = time.monotonic()
     total = sum(len(s.input_ids) for s in data)

@@ -7,6 +7,7 @@ and state/ for resuming. Run the same command again after a kill: it continues w
 last state was saved, to the same bits.
 """
 
+import functools
 import json
 import math
 import os
@@ -149,15 +150,20 @@ def main() -> None:
         f" {args.epochs} epochs, {len(plan)} steps of at most {args.max_batch_tokens} tokens;"
         f" {args.ttt_steps} depths, {shape.draft_vocab_size} draft tokens, {dtype} on {device}"
     )
+    # two states (the new one is whole before the old one goes) and the checkpoint
+    size = draft_shape.parameter_count(shape)
+    needed = size * (2 * 12 + 4)
+    progress.log(
+        f"train: {size / 1e6:.1f} M parameters; up to {needed / 1e9:.2f} GB of disk, about"
+        f" {size * 16 / 1e9:.2f} GB of memory for weights, gradients and optimizer"
+    )
+    artifacts.require_space(out, needed)
     if args.dry_run:
         progress.log("train: dry run, every check passed; nothing was loaded or written")
         return
     artifacts.prepare_output(out, args.overwrite)
-    report = dict(stage=STAGE, settings=settings, inputs=inputs)
-    artifacts.write_json(
-        out / artifacts.REPORT,
-        artifacts.report(**report, counts={}, data_sha256=None, elapsed_seconds=0),
-    )
+    report = functools.partial(artifacts.report, STAGE, settings, inputs)
+    artifacts.write_json(out / artifacts.REPORT, report({}, None, 0))
 
     # ---------------------------------------------------------------- work
     fill = packing.fill_to(args.max_batch_tokens) if device == "cpu" else 0
@@ -171,16 +177,7 @@ def main() -> None:
     digest = artifacts.sha256_file(out / "model.safetensors")
     seconds = time.monotonic() - started
     counts = {"samples": len(train), "heldout": len(held), "steps": len(plan), "tokens": tokens}
-    artifacts.write_json(
-        out / artifacts.REPORT,
-        artifacts.report(
-            **report,
-            counts=counts,
-            data_sha256=digest,
-            elapsed_seconds=seconds,
-            heldout=result,
-        ),
-    )
+    artifacts.write_json(out / artifacts.REPORT, report(counts, digest, seconds, heldout=result))
     heldout = f"held-out acceptance length {result['acceptance_length']}, " if result else ""
     progress.log(
         f"train: {heldout}{len(plan)} steps, {tokens} tokens; this run"

@@ -36,9 +36,9 @@ def atomic_file(path: Path, mode: str = "wb") -> Iterator[IO]:
     under its final name is whole even after a power cut. On an error nothing is left.
     """
     temporary = path.with_name(f".{path.name}.partial")
-    text = {} if "b" in mode else {"encoding": "utf-8", "newline": "\n"}
+    encoding = None if "b" in mode else "utf-8"
     try:
-        with open(temporary, mode, **text) as f:
+        with open(temporary, mode, encoding=encoding) as f:
             yield f
             f.flush()
             os.fsync(f.fileno())

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from common.artifacts import fsync_folder, read_json, write_json
@@ -44,6 +45,12 @@ def save_state(
         shutil.rmtree(final, ignore_errors=True)
         os.rename(partial, final)
         fsync_folder(folder)
+    except SafetensorError as e:  # an I/O error in safetensors' own words
+        shutil.rmtree(partial, ignore_errors=True)
+        raise UserError(
+            f"{folder}: cannot write the state of step {step} ({e}); free space, then run the same"
+            " command again"
+        ) from None
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise

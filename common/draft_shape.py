@@ -70,13 +70,19 @@ def draft_shape(
     return shape
 
 
-def flops_a_token(shape: DraftShape, depths: int) -> int:
-    """Floating-point operations of training on a token, forward and backward, as if every
-    token carried loss at every depth; attention itself left out."""
+def parameter_count(shape: DraftShape) -> int:
+    """Parameters of the draft, norms left out."""
     s = shape
     q, kv = s.num_attention_heads * s.head_dim, s.num_key_value_heads * s.head_dim
     fc = s.num_aux_layers * s.hidden_size**2
     layer = 2 * s.hidden_size * (q + 2 * kv) + q * s.hidden_size
     layer += 3 * s.hidden_size * s.intermediate_size
-    head = s.hidden_size * s.draft_vocab_size
-    return 6 * (fc + depths * (layer + head)) + 2 * head
+    return fc + layer + s.hidden_size * s.draft_vocab_size
+
+
+def flops_a_token(shape: DraftShape, depths: int) -> int:
+    """Floating-point operations of training on a token, forward and backward, as if every
+    token carried loss at every depth; attention itself left out."""
+    head = shape.hidden_size * shape.draft_vocab_size
+    fc = shape.num_aux_layers * shape.hidden_size**2
+    return 6 * (fc + depths * (parameter_count(shape) - fc)) + 2 * head

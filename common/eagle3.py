@@ -76,6 +76,13 @@ class Eagle3Draft(nn.Module):
         self.norm = RMSNorm(s.hidden_size, s.rms_norm_eps)
         self.lm_head = nn.Linear(s.hidden_size, s.draft_vocab_size, bias=False)
 
+    @property
+    def layer(self) -> Layer:
+        """The one decoder layer."""
+        layer = self.layers[0]
+        assert isinstance(layer, Layer)
+        return layer
+
     def fuse(self, aux_TAH: torch.Tensor) -> torch.Tensor:
         """Aux hidden states [T, A*H] → [T, H]."""
         if self.shape.norm_before_fc:
@@ -196,7 +203,7 @@ def ttt_states(
     The states are those before the output norm. Depth 0 makes keys and values for every
     token; everything else runs for the row's columns alone.
     """
-    s, layer = draft.shape, draft.layers[0]
+    s, layer = draft.shape, draft.layer
     attn = layer.self_attn
     repeat = s.num_attention_heads // s.num_key_value_heads
     T = len(row.ids_T)

@@ -5,8 +5,10 @@ import shutil
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 
 from common.artifacts import fsync_folder
+from common.cli import UserError
 from common.draft_shape import DraftShape
 from common.eagle3 import Eagle3Draft
 from common.verifier import Verifier
@@ -82,7 +84,7 @@ def export_draft(
 
     config = speculators_config(draft.shape, verifier, aux_layers, depths)
     with torch.device("meta"):
-        model = Eagle3DraftModel(config).to(dtype)
+        model = Eagle3DraftModel(config).to(dtype)  # type: ignore[arg-type]
     tensors = {k: v.detach().to("cpu", dtype) for k, v in draft.state_dict().items()}
     tensors |= {"d2t": d2t, "t2d": t2d}
     unknown = model.load_state_dict(tensors, strict=False, assign=True).unexpected_keys
@@ -97,5 +99,10 @@ def export_draft(
                 os.fsync(f.fileno())
             os.replace(partial / name, folder / name)
         fsync_folder(folder)
+    except SafetensorError as e:  # an I/O error in safetensors' own words
+        raise UserError(
+            f"{folder}: cannot write the checkpoint ({e}); free space, then run the same command"
+            " again"
+        ) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)

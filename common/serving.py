@@ -14,7 +14,6 @@ from common.verifier import Verifier, safetensors_header
 
 if TYPE_CHECKING:
     import torch
-    from vllm import LLM
 
 
 def check_draft(folder: Path, verifier: Verifier) -> None:
@@ -61,7 +60,7 @@ class Run:
 
 
 def generate(
-    llm: "LLM",
+    llm: Any,
     prompts: list[Prompt],
     end_ids: tuple[int, ...],
     max_new_tokens: int,
@@ -98,7 +97,7 @@ def generate(
     return Run(answers, sum(len(a.ids) for a in answers.values()), seconds)
 
 
-def spec_counters(llm: "LLM") -> dict[str, float]:
+def spec_counters(llm: Any) -> dict[str, float]:
     """vLLM's own speculative-decoding counters so far."""
     out: dict[str, float] = {"drafts": 0, "accepted": 0}
     for metric in llm.get_metrics():
@@ -148,7 +147,7 @@ def draft_model(model_runner: Any) -> Any:
     raise RuntimeError(f"no draft in {type(model_runner).__name__}")
 
 
-def fed_states_error(llm: "LLM", ids: list[int], aux_TAH: "torch.Tensor") -> float:
+def fed_states_error(llm: Any, ids: list[int], aux_TAH: "torch.Tensor") -> float:
     """Relative difference between what vLLM feeds the draft on a prompt and stored rows.
 
     Args:
@@ -175,7 +174,7 @@ def fed_states_error(llm: "LLM", ids: list[int], aux_TAH: "torch.Tensor") -> flo
     return float((theirs - ours).norm() / ours.norm())
 
 
-def check_fed_states(llm: "LLM", hidden_states: Path, max_seq_len: int) -> float:
+def check_fed_states(llm: Any, hidden_states: Path, max_seq_len: int) -> float:
     """Compare serving with 03's files on one sample; UserError when the layers differ."""
     from common.hidden_files import hidden_file, read_hidden
 

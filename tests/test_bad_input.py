@@ -142,15 +142,26 @@ def test_atomic_file_on_a_full_disk_leaves_nothing(small_disk):
     assert list(small_disk.iterdir()) == []
 
 
-def test_full_disk_while_training(tiny_stages, small_disk):
-    """The state does not fit: one line, and no half-written state or checkpoint."""
+def test_full_disk_for_training(tiny_stages, small_disk):
+    """The plan says that the state will not fit, before anything is trained."""
     out = small_disk / "draft"
     result = script("04_train.py", *train_args(tiny_stages, out))
-    assert result.returncode == 1
-    assert "No space left on device" in last_line(result)
-    assert "Traceback" not in result.stderr
-    assert not list(out.rglob("*.safetensors"))
-    assert not list(out.rglob("*.partial"))
+    fails(result, "GB free; free space", folder=out)
+
+
+def test_state_on_a_full_disk_leaves_the_older_one(small_disk):
+    import torch
+
+    from common.checkpoint import latest_state, save_state
+    from common.cli import UserError
+
+    small = torch.nn.Linear(4, 4)
+    save_state(small_disk / "state", 1, small, torch.optim.AdamW(small.parameters()), {})
+    large = torch.nn.Linear(400, 400)
+    with pytest.raises(UserError, match=r"cannot write the state of step 2 .*free space"):
+        save_state(small_disk / "state", 2, large, torch.optim.AdamW(large.parameters()), {})
+    assert latest_state(small_disk / "state") == small_disk / "state" / "step_1"
+    assert not list(small_disk.rglob("*.partial"))
 
 
 def test_output_folder_that_cannot_be_written(tiny_stages, tmp_path):

@@ -1,5 +1,7 @@
 """Captured states against transformers, in any layout, and the row matching alone."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -39,7 +41,7 @@ def captured(smollm2, tokenizer, tmp_path_factory):
         gpu_memory_utilization=0.5,
         trust_remote_code=False,
     )
-    llm = engine.start_engine(args, {})
+    llm: Any = engine.start_engine(args, {})
     llm.collective_rpc("capture_start", args=(LAYERS, model.num_layers))
 
     def run(batch, folder, **more):

@@ -159,6 +159,8 @@ def test_loss_and_gradients_equal_speculators(flags, decay):
     gradients = dict(theirs.named_parameters())
     for name, parameter in draft.named_parameters():
         a, b = parameter.grad, gradients[name].grad
+        assert a is not None
+        assert b is not None
         assert float((a - b).norm() / b.norm()) < 1e-4, name
 
 
@@ -226,5 +228,7 @@ def test_linear_kl_is_kl_with_its_gradient():
     (expected * 0.3).backward()
     assert float(total.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
     assert torch.equal(predicted, log_q.argmax(-1))
-    assert torch.allclose(states.grad.double(), s2.grad, atol=1e-5)
-    assert torch.allclose(head.grad.double(), h2.grad, atol=1e-5)
+    for mine, reference in ((states, s2), (head, h2)):
+        assert mine.grad is not None
+        assert reference.grad is not None
+        assert torch.allclose(mine.grad.double(), reference.grad, atol=1e-5)

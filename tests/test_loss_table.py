@@ -19,7 +19,7 @@ def starts_of(samples):
 
 def plain(samples, depths, rule):
     """The table, a sample at a time, from the definition."""
-    rows = [[] for _ in range(depths)]
+    rows: list[list[bool]] = [[] for _ in range(depths)]
     for mask in samples:
         for k in range(depths):
             for t in range(len(mask)):

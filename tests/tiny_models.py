@@ -32,7 +32,7 @@ def make_llama(path: Path, vocab_size: int = VOCAB) -> Path:
         bos_token_id=0,
         eos_token_id=1,
     )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path)  # type: ignore[arg-type]
     return path
 
 

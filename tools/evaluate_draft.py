@@ -104,7 +104,7 @@ def main() -> None:
     plain = serving.generate(llm, asked, model.end_ids, args.max_new_tokens, "verifier alone")
     engine.stop_engine(llm)
     del llm
-    extension = {"worker_extension_cls": "common.serving.ServingExtension", "enforce_eager": True}
+    extension = {"worker_extension_cls": "common.serving.ServingExtension"}
     llm = engine.start_engine(base | extension | {"speculative_config": spec}, args.engine_args)
     fed = None
     if args.hidden_states:

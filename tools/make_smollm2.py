@@ -50,7 +50,7 @@ def main() -> None:
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.parent.mkdir(parents=True, exist_ok=True)
-    model.to(torch.bfloat16).save_pretrained(partial)
+    model.to(torch.bfloat16).save_pretrained(partial)  # type: ignore[arg-type]
     tokenizer.save_pretrained(partial)
     os.rename(partial, out)
     progress.log(

@@ -76,11 +76,8 @@ def main() -> None:
         )
         return
     artifacts.prepare_output(out, args.overwrite)
-    report = dict(stage=STAGE, settings=settings, inputs=inputs)
-    artifacts.write_json(
-        out / artifacts.REPORT,
-        artifacts.report(**report, counts={}, data_sha256=None, elapsed_seconds=0),
-    )
+    report = functools.partial(artifacts.report, STAGE, settings, inputs)
+    artifacts.write_json(out / artifacts.REPORT, report({}, None, 0))
 
     # ---------------------------------------------------------------- prompts
     from common import chat, prompts
@@ -150,10 +147,7 @@ def main() -> None:
     seconds = time.monotonic() - started
     counts = {"prompts": len(found), "answers": len(asked), "answer_tokens": tokens}
     digest = artifacts.sha256_file(answers)
-    artifacts.write_json(
-        out / artifacts.REPORT,
-        artifacts.report(**report, counts=counts, data_sha256=digest, elapsed_seconds=seconds),
-    )
+    artifacts.write_json(out / artifacts.REPORT, report(counts, digest, seconds))
     progress.log(
         f"regenerate: {len(asked)} answers, {tokens} tokens in {progress.duration(seconds)}"
         f" -> {answers}"
