@@ -16,6 +16,7 @@ from common import artifacts, cli, progress
 
 STAGE = "extract"
 JOURNAL = "journal.jsonl"
+PROBE = ".probe"
 
 
 def parse_args():
@@ -105,7 +106,7 @@ def main() -> None:
         progress.log(f"extract: {out} is complete (--overwrite makes it again)")
         return
     resuming = state == "in_progress"
-    done = read_journal(out, units, lengths, token_bytes) if resuming else {}
+    done = read_journal(out, units, lengths, settings) if resuming else {}
     todo = [u for u in range(len(units)) if u not in done]
     todo_tokens = sum(lengths[i] for u in todo for i in units[u])
     progress.log(
@@ -173,25 +174,40 @@ def extract(args, model, settings, report, data, units, todo, done, out) -> floa
         args.engine_args,
     )
     progress.log(f"extract: verifier loaded in {progress.duration(time.monotonic() - loading)}")
-    llm.collective_rpc("capture_start", args=(layers, model.num_layers))
-    stopper = progress.Stopper()
+    try:
+        lengths = {s.index: len(s.input_ids) for s in data}
+        engine.require_kv_cache(llm, units, lengths)
+        llm.collective_rpc("capture_start", args=(layers, model.num_layers))
+        stopper = progress.Stopper()
+        by_index = {s.index: s for s in data}
+        room = max(1, args.max_batch_tokens // selfcheck.PROBE_TOKENS)
+        checked = units[todo[0]][: min(selfcheck.PROBE_SAMPLES, room)]
+        run_probe(llm, model, layers, by_index, checked, out / PROBE, storage_dtype)
+        # From here on the folder holds data, and belongs to these settings.
+        artifacts.write_json(out / artifacts.REPORT, report({}, None, 0))
+        seconds = run_units(llm, by_index, units, todo, done, checked, storage_dtype, stopper, out)
+        llm.collective_rpc("capture_stop")
+    finally:
+        shutil.rmtree(out / PROBE, ignore_errors=True)
+        engine.stop_engine(llm)
+    if stopper.code and len(done) < len(units):
+        raise cli.Interrupted(
+            stopper.code, f"{len(done)} of {len(units)} passes are in {out}; run again to continue"
+        )
+    return seconds
 
-    by_index = {s.index: s for s in data}
-    probe = out / ".probe"
-    most = max(1, min(selfcheck.PROBE_SAMPLES, args.max_batch_tokens // selfcheck.PROBE_TOKENS))
-    indices = units[todo[0]][:most]
-    run_probe(llm, model, layers, by_index, indices, probe, storage_dtype)
-    # From here on the folder holds data, and belongs to these settings.
-    artifacts.write_json(out / artifacts.REPORT, report({}, None, 0))
 
+def run_units(llm, by_index, units, todo, done, checked, storage_dtype, stopper, out) -> float:
+    """Run the units of `todo`, noting each in the journal once its files are on the disk."""
     started = time.monotonic()
-    total = sum(len(s.input_ids) for s in data)
+    total = sum(len(s.input_ids) for s in by_index.values())
     left = sum(len(by_index[i].input_ids) for u in todo for i in units[u])
     bar = progress.Progress("extract", total, "tokens", initial=total - left)
     with open(out / JOURNAL, "a", encoding="utf-8") as journal:
         for u in todo:
             batch = [(i, by_index[i].input_ids) for i in units[u]]
-            result = run_unit(llm, batch, out, storage_dtype)
+            generate(llm, batch)
+            result = write(llm, batch, out, storage_dtype)
             if result["bad"]:
                 bad = by_index[result["bad"][0]]
                 raise cli.UserError(
@@ -205,9 +221,9 @@ def extract(args, model, settings, report, data, units, todo, done, out) -> floa
                     " --max-batch-tokens"
                 )
             if u == todo[0]:
-                check_first_unit(out, probe, indices, storage_dtype)
-            for folder in {str(Path(f).parent) for f in map(str, unit_files(out, units[u]))}:
-                artifacts.fsync_folder(Path(folder))
+                check_first_unit(out, units[u], checked, storage_dtype)
+            for folder in {f.parent for f in unit_files(out, units[u])}:
+                artifacts.fsync_folder(folder)
             done[u] = {"unit": u, "sha256": {str(i): h for i, h in result["sha256"].items()}}
             journal.write(json.dumps(done[u]) + "\n")
             journal.flush()
@@ -215,14 +231,7 @@ def extract(args, model, settings, report, data, units, todo, done, out) -> floa
             if stopper.code:
                 break
     bar.close()
-    seconds = time.monotonic() - started
-    llm.collective_rpc("capture_stop")
-    engine.stop_engine(llm)
-    if stopper.code and len(done) < len(units):
-        raise cli.Interrupted(
-            stopper.code, f"{len(done)} of {len(units)} passes are in {out}; run again to continue"
-        )
-    return seconds
+    return time.monotonic() - started
 
 
 def generate(llm, batch, **sampling):
@@ -243,11 +252,6 @@ def write(llm, batch, folder: Path, storage_dtype: str) -> dict:
     if "os_error" in result:
         raise OSError(*result["os_error"])
     return result
-
-
-def run_unit(llm, batch, out: Path, storage_dtype: str) -> dict:
-    generate(llm, batch)
-    return write(llm, batch, out, storage_dtype)
 
 
 def run_probe(llm, model, layers, by_index, indices, probe: Path, storage_dtype: str) -> None:
@@ -285,12 +289,16 @@ def run_probe(llm, model, layers, by_index, indices, probe: Path, storage_dtype:
     progress.log(f"self-check: {text}")
 
 
-def check_first_unit(out: Path, probe: Path, indices, storage_dtype: str) -> None:
-    """The first batch, once written, must agree with the probe."""
+def check_first_unit(out: Path, unit, checked, storage_dtype: str) -> None:
+    """The first batch, once written, must agree with the probe; otherwise it goes again."""
     from common import selfcheck
 
-    median = selfcheck.check_layout(out, probe, indices, storage_dtype)
-    shutil.rmtree(probe)
+    try:
+        median = selfcheck.check_layout(out, out / PROBE, checked, storage_dtype)
+    except cli.UserError:
+        for path in unit_files(out, unit):
+            path.unlink()
+        raise
     progress.log(f"self-check: the first batch agrees with the probe (median {median:.1g})")
 
 
@@ -300,24 +308,28 @@ def unit_files(out: Path, unit: list[int]) -> list[Path]:
     return [hidden_file(out, i) for i in unit]
 
 
-def read_journal(out: Path, units, lengths, token_bytes) -> dict[int, dict]:
+def read_journal(out: Path, units, lengths, settings) -> dict[int, dict]:
     """Units that an earlier run finished: noted in the journal and whole on the disk."""
+    from common.hidden_files import check_hidden_file, hidden_file
+
     path = out / JOURNAL
     done: dict[int, dict] = {}
     if not path.exists():
         return done
     kept = b""
+    shape = len(settings["layers"]), settings["hidden_size"], settings["dtype"]
     for line in path.read_bytes().splitlines(keepends=True):
         if not line.endswith(b"\n"):  # the kill came in the middle of this line
             break
-        kept += line
         entry = json.loads(line)
-        unit = units[entry["unit"]]
-        if all(
-            f.is_file() and f.stat().st_size >= lengths[i] * token_bytes
-            for i, f in zip(unit, unit_files(out, unit), strict=True)
-        ):
-            done[entry["unit"]] = entry
+        try:
+            for i in units[entry["unit"]]:
+                check_hidden_file(hidden_file(out, i), lengths[i], *shape)
+        except cli.UserError as e:
+            progress.log(f"extract: {e} (its forward pass runs again)")
+            continue
+        done[entry["unit"]] = entry
+        kept += line
     with artifacts.atomic_file(path) as f:
         f.write(kept)
     return done

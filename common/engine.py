@@ -7,6 +7,7 @@ vllm is imported.
 import contextlib
 import gc
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,7 @@ def default_engine_args(verifier: Verifier, tp_size: int) -> dict[str, Any]:
         "tensor_parallel_size": tp_size,
         "enable_prefix_caching": False,  # cached tokens would have no hidden states
         "seed": 0,
+        "use_tqdm_on_load": sys.stderr.isatty(),
     }
     if "text_config" in verifier.config:  # a multimodal wrapper: text only
         args["language_model_only"] = True
@@ -113,7 +115,17 @@ def stop_engine(llm: "LLM") -> None:
     gc.collect()
 
 
-def kv_cache_tokens(llm: "LLM") -> int:
-    """Tokens that the engine's KV cache holds."""
+def require_kv_cache(llm: "LLM", units: list[list[int]], lengths: dict[int, int]) -> None:
+    """UserError unless the KV cache holds every unit at once, so that each runs as one step."""
     cache = llm.llm_engine.vllm_config.cache_config
-    return int(cache.num_gpu_blocks or 0) * int(cache.block_size or 0)
+    size, blocks = int(cache.block_size or 0), int(cache.num_gpu_blocks or 0)
+    if not size or not blocks:
+        return
+    # a sample and the one token it must generate, in whole blocks; one block is vLLM's own
+    needed = max(sum(-(-(lengths[i] + 1) // size) for i in unit) for unit in units) + 1
+    if needed > blocks:
+        raise UserError(
+            f"vLLM's KV cache holds {blocks * size} tokens, one forward pass needs {needed * size};"
+            " raise --gpu-memory-utilization (on a CPU VLLM_CPU_KVCACHE_SPACE, in GiB) or lower"
+            " --max-batch-tokens"
+        )

@@ -23,13 +23,15 @@ def quiet_libraries() -> None:
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "PYTHONWARNINGS": "ignore",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
         "LOGURU_LEVEL": "ERROR",
     }.items():
         os.environ.setdefault(name, value)
     if "PYTHONWARNINGS" in os.environ:
         warnings.simplefilter("ignore")
     logging.captureWarnings(True)
-    logging.getLogger("py.warnings").setLevel(logging.ERROR)
+    for name in ("py.warnings", "vllm"):  # vllm warns before it has read its own level
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def log(text: str) -> None:
@@ -78,7 +80,8 @@ class Progress:
         eta = duration((self.total - self.done) / rate) if rate > 0 else "?"
         return (
             f"{self.what}: {self.done}/{self.total} {self.unit}"
-            f" ({100 * self.done / max(self.total, 1):.1f}%) {rate:.0f} {self.unit}/s ETA {eta}"
+            f" ({100 * self.done / max(self.total, 1):.1f}%)"
+            f" {rate:.{0 if rate >= 10 else 1}f} {self.unit}/s ETA {eta}"
             f"{'  ' + note if note else ''}"
         )
 

@@ -35,11 +35,11 @@ def main() -> None:
     folder = Path(package.submodule_search_locations[0])
     file = next(folder.glob("*.gguf")).name
 
+    os.environ["TQDM_DISABLE"] = "1"
+
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
     model = AutoModelForCausalLM.from_pretrained(
         folder,
