@@ -7,6 +7,7 @@ OUTPUT_DIR/tokenized_data.jsonl: {"id", "input_ids", "loss_mask"} a line.
 """
 
 import functools
+import itertools
 import json
 import time
 from collections import Counter
@@ -69,41 +70,41 @@ def main() -> None:
         """Loaded at the first chat row: tokenized rows need none."""
         return chat.load_tokenizer(args.model_path, args.trust_remote_code)
 
+    counts: Counter[str] = Counter()
+
+    def encode(row, n: int) -> list[dict]:
+        """A row's samples, counted; a row that cannot be used ends the run or is dropped."""
+        counts["rows"] += 1
+        try:
+            made, fates = encode_row(row, n, tokenizer, model, args.max_seq_len)
+        except chat.RowError as e:
+            if not args.skip_bad_rows:
+                text = f"{row.where}: {e}; mend the row, or pass --skip-bad-rows"
+                raise cli.UserError(text) from None
+            made, fates = [], [f"dropped: {e.reason}"]
+        counts.update(fates)
+        return made
+
     if args.dry_run:
-        first = next(rows.read_rows(sources, 1))
-        made, _ = encode_row(first, 0, tokenizer, model, args.max_seq_len)
+        for n, row in enumerate(rows.read_rows(sources, 100)):
+            counts["samples"] += len(encode(row, n))
         progress.log(
-            f"prepare: dry run, {first.where} becomes {len(made)} sample(s); nothing was written"
+            f"prepare: dry run, the first {counts['rows']} rows become {counts['samples']} samples;"
+            " nothing was written"
         )
         return
     artifacts.prepare_output(out, args.overwrite)
 
     # ---------------------------------------------------------------- work
-    counts: Counter[str] = Counter()
     bar = progress.Progress("prepare", args.max_samples or 0, "samples")
     with artifacts.atomic_file(out / samples.FILE, "w") as f:
-        for n, row in enumerate(rows.read_rows(sources)):
-            counts["rows"] += 1
-            try:
-                made, fates = encode_row(row, n, tokenizer, model, args.max_seq_len)
-            except chat.RowError as e:
-                if not args.skip_bad_rows:
-                    raise cli.UserError(
-                        f"{row.where}: {e}; mend the row, or pass --skip-bad-rows"
-                    ) from None
-                counts[f"dropped: {e.reason}"] += 1
-                continue
-            counts.update(fates)
-            for sample in made:
-                f.write(json.dumps(sample) + "\n")
-                counts["samples"] += 1
-                counts["tokens"] += len(sample["input_ids"])
-                counts["loss_tokens"] += sum(sample["loss_mask"])
-                bar.add(1)
-                if counts["samples"] == args.max_samples:
-                    break
-            if counts["samples"] == args.max_samples:
-                break
+        every = (s for n, row in enumerate(rows.read_rows(sources)) for s in encode(row, n))
+        for sample in itertools.islice(every, args.max_samples):
+            f.write(json.dumps(sample) + "\n")
+            counts["samples"] += 1
+            counts["tokens"] += len(sample["input_ids"])
+            counts["loss_tokens"] += sum(sample["loss_mask"])
+            bar.add(1)
         if not counts["samples"]:
             why = ", ".join(f"{k} {v}" for k, v in counts.items())
             raise cli.UserError(f"{sources[0]}: not one usable sample ({why})")
@@ -138,21 +139,24 @@ def encode_row(row, n: int, tokenizer, model, max_seq_len: int) -> tuple[list[di
     name = str(row.value.get("id", n))
     if "input_ids" in row.value or "loss_mask" in row.value:
         ids, mask = samples.check_sample(row.value, row.where, model.vocab_size)
-        encoded = [chat.Encoded(ids, mask)]
+        encoded = [chat.Encoded(ids.tolist(), mask.astype(int).tolist())]
     else:
         messages = chat.messages_of(row.value)
         tools = row.value.get("tools")
         encoded = chat.encode_conversation(tokenizer(), messages, tools, model.end_ids)
-    made, fates = [], []
+    made: list[dict] = []
+    fates: list[str] = []
     for k, sample in enumerate(encoded):
-        ids, mask = sample.input_ids[:max_seq_len], sample.loss_mask[:max_seq_len]
+        kept, loss = sample.input_ids[:max_seq_len], sample.loss_mask[:max_seq_len]
         if len(sample.input_ids) > max_seq_len:
             fates.append("cut to --max-seq-len")
-        if not any(mask):
+        if not any(loss):
             fates.append("dropped: no loss tokens")
             continue
-        key = name if len(encoded) == 1 else f"{name}#{k}"
-        made.append({"id": key, "input_ids": ids, "loss_mask": mask})
+        if loss[-1] and kept[-1] not in model.end_ids:
+            fates.append("note: last answer without an end-of-turn token")
+        key = name if len(encoded) == 1 else f"{name}{samples.SEPARATOR}{k}"
+        made.append({"id": key, "input_ids": kept, "loss_mask": loss})
     return made, fates
 
 

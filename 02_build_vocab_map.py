@@ -62,8 +62,7 @@ def main() -> None:
 
     counts = np.zeros(model.vocab_size, dtype=np.int64)
     for sample in samples.read_samples(folder, args.max_samples, model.vocab_size):
-        ids = np.asarray(sample.input_ids)[np.asarray(sample.loss_mask, dtype=bool)]
-        np.add.at(counts, ids, 1)
+        np.add.at(counts, sample.input_ids[sample.loss_mask], 1)
     if not counts.any():
         raise cli.UserError(f"{folder / samples.FILE}: no loss tokens in it")
     always = np.zeros(model.vocab_size, dtype=bool)

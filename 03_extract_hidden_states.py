@@ -8,6 +8,7 @@ folder is the same to the byte.
 
 import functools
 import json
+import os
 import shutil
 import time
 from pathlib import Path
@@ -59,8 +60,9 @@ def main() -> None:
     out = Path(args.output_dir)
 
     # ---------------------------------------------------------------- check
-    from common import hidden_files, plan, samples, verifier
+    from common import engine, hidden_files, plan, samples, verifier
 
+    engine.check_engine_args(args.engine_args)
     model = verifier.load_verifier(args.model_path)
     layers = check_layers(args.layers or model.default_layers(), model)
     dtype = check_dtype(args.dtype, model)
@@ -96,6 +98,7 @@ def main() -> None:
         "max_batch_tokens": args.max_batch_tokens,
         "batch_size": min(args.batch_size, plan.MAX_SAMPLES_A_PASS),
         "tp_size": args.tp_size,
+        "engine_args": args.engine_args,
     }
     inputs = {
         "prepared": samples.prepared_identity(folder),
@@ -120,14 +123,16 @@ def main() -> None:
         progress.log("extract: dry run, every check passed; nothing was loaded or written")
         return
     artifacts.prepare_output(out, args.overwrite)
+    with artifacts.atomic_file(out / JOURNAL, "w") as f:
+        f.writelines(json.dumps(entry) + "\n" for entry in done.values())
     report = functools.partial(artifacts.report, STAGE, settings, inputs)
 
     # ---------------------------------------------------------------- load and work
-    seconds = 0.0
     if todo:
-        seconds = extract(args, model, settings, report, data, units, todo, done, out)
+        extract(args, model, settings, report, data, units, todo, done, out)
 
     # ---------------------------------------------------------------- report
+    seconds = sum(entry["seconds"] for entry in done.values())  # of all runs
     hashes = {i: h for unit in done.values() for i, h in unit["sha256"].items()}
     artifacts.write_json(out / "sample_lengths.json", {str(i): n for i, n in lengths.items()})
     digest = artifacts.sha256_json([hashes[str(i)] for i in sorted(lengths)])
@@ -145,69 +150,68 @@ def main() -> None:
             bytes=size,
         ),
     )
-    rate = todo_tokens / max(seconds, 1e-9)
     progress.log(
-        f"extract: {len(data)} samples, {total_tokens} tokens, {size / 1e9:.2f} GB in {out};"
-        f" this run {todo_tokens} tokens in {progress.duration(seconds)} ({rate:.0f} tok/s),"
+        f"extract: {len(data)} samples, {total_tokens} tokens in {progress.duration(seconds)}"
+        f" ({total_tokens / max(seconds, 1e-9):.0f} tok/s), {size / 1e9:.2f} GB in {out}; this run"
         f" {progress.duration(time.monotonic() - started)} with loading"
     )
 
 
-def extract(args, model, settings, report, data, units, todo, done, out) -> float:
-    """Load the verifier, check the capture, run the units of `todo`; returns seconds of work."""
-    from common import engine, selfcheck
+def extract(args, model, settings, report, data, units, todo, done, out) -> None:
+    """Load the verifier, check the capture, and run the units of `todo` into `done`."""
+    from common import engine, selfcheck, verifier
 
-    layers, storage_dtype = settings["layers"], settings["dtype"]
+    layers = settings["layers"]
+    head = None
+    if layers[-1] == model.num_layers - 1:
+        head = verifier.read_tensors(model, ("norm", "lm_head"))
+    by_index = {s.index: s for s in data}
+    lengths = {s.index: len(s.input_ids) for s in data}
     engine.prepare_environment(args.tp_size)
     loading = time.monotonic()
-    llm = engine.start_engine(
-        engine.capture_engine_args(
-            model,
-            tp_size=args.tp_size,
-            max_seq_len=args.max_seq_len,
-            max_batch_tokens=args.max_batch_tokens,
-            batch_size=args.batch_size,
-            dtype=settings["verifier_dtype"],
-            gpu_memory_utilization=args.gpu_memory_utilization,
-            trust_remote_code=args.trust_remote_code,
-        ),
-        args.engine_args,
+    engine_args = engine.capture_engine_args(
+        model,
+        tp_size=args.tp_size,
+        max_seq_len=args.max_seq_len,
+        max_batch_tokens=args.max_batch_tokens,
+        batch_size=args.batch_size,
+        dtype=settings["verifier_dtype"],
+        gpu_memory_utilization=args.gpu_memory_utilization,
+        trust_remote_code=args.trust_remote_code,
     )
-    progress.log(f"extract: verifier loaded in {progress.duration(time.monotonic() - loading)}")
-    try:
-        lengths = {s.index: len(s.input_ids) for s in data}
+    with engine.running(engine_args, args.engine_args, "extract") as llm:
+        took = progress.duration(time.monotonic() - loading)
+        progress.log(f"extract: verifier loaded in {took}")
         engine.require_kv_cache(llm, units, lengths)
         llm.collective_rpc("capture_start", args=(layers, model.num_layers))
         stopper = progress.Stopper()
-        by_index = {s.index: s for s in data}
         room = max(1, args.max_batch_tokens // selfcheck.PROBE_TOKENS)
         checked = units[todo[0]][: min(selfcheck.PROBE_SAMPLES, room)]
-        run_probe(llm, model, layers, by_index, checked, out / PROBE, storage_dtype)
-        # From here on the folder holds data, and belongs to these settings.
-        artifacts.write_json(out / artifacts.REPORT, report({}, None, 0))
-        seconds = run_units(llm, by_index, units, todo, done, checked, storage_dtype, stopper, out)
+        try:
+            run_probe(llm, model, settings, head, by_index, checked, out)
+            # From here on the folder holds data, and belongs to these settings.
+            artifacts.write_json(out / artifacts.REPORT, report({}, None, 0))
+            run_units(llm, settings, by_index, units, todo, done, checked, stopper, out)
+        finally:
+            shutil.rmtree(out / PROBE, ignore_errors=True)
         llm.collective_rpc("capture_stop")
-    finally:
-        shutil.rmtree(out / PROBE, ignore_errors=True)
-        engine.stop_engine(llm)
     if stopper.code and len(done) < len(units):
         raise cli.Interrupted(
             stopper.code, f"{len(done)} of {len(units)} passes are in {out}; run again to continue"
         )
-    return seconds
 
 
-def run_units(llm, by_index, units, todo, done, checked, storage_dtype, stopper, out) -> float:
+def run_units(llm, settings, by_index, units, todo, done, checked, stopper, out) -> None:
     """Run the units of `todo`, noting each in the journal once its files are on the disk."""
-    started = time.monotonic()
     total = sum(len(s.input_ids) for s in by_index.values())
     left = sum(len(by_index[i].input_ids) for u in todo for i in units[u])
     bar = progress.Progress("extract", total, "tokens", initial=total - left)
     with open(out / JOURNAL, "a", encoding="utf-8") as journal:
         for u in todo:
-            batch = [(i, by_index[i].input_ids) for i in units[u]]
+            began = time.monotonic()
+            batch = [(i, by_index[i].input_ids.tolist()) for i in units[u]]
             generate(llm, batch)
-            result = write(llm, batch, out, storage_dtype)
+            result = write(llm, batch, out, settings["dtype"])
             if result["bad"]:
                 bad = by_index[result["bad"][0]]
                 raise cli.UserError(
@@ -221,17 +225,21 @@ def run_units(llm, by_index, units, todo, done, checked, storage_dtype, stopper,
                     " --max-batch-tokens"
                 )
             if u == todo[0]:
-                check_first_unit(out, units[u], checked, storage_dtype)
+                check_first_unit(out, units[u], checked, settings)
             for folder in {f.parent for f in unit_files(out, units[u])}:
                 artifacts.fsync_folder(folder)
-            done[u] = {"unit": u, "sha256": {str(i): h for i, h in result["sha256"].items()}}
+            done[u] = {
+                "unit": u,
+                "seconds": round(time.monotonic() - began, 4),
+                "sha256": {str(i): h for i, h in result["sha256"].items()},
+            }
             journal.write(json.dumps(done[u]) + "\n")
             journal.flush()
+            os.fsync(journal.fileno())
             bar.add(sum(len(ids) for _, ids in batch))
             if stopper.code:
                 break
     bar.close()
-    return time.monotonic() - started
 
 
 def generate(llm, batch, **sampling):
@@ -254,18 +262,19 @@ def write(llm, batch, folder: Path, storage_dtype: str) -> dict:
     return result
 
 
-def run_probe(llm, model, layers, by_index, indices, probe: Path, storage_dtype: str) -> None:
+def run_probe(llm, model, settings, head, by_index, indices, out: Path) -> None:
     """Check the capture on the beginnings of the first unit's samples, before any data."""
-    from common import selfcheck, verifier
+    from common import selfcheck
 
+    layers, probe = settings["layers"], out / PROBE
     shutil.rmtree(probe, ignore_errors=True)
-    batch = [(i, by_index[i].input_ids[: selfcheck.PROBE_TOKENS]) for i in indices]
+    batch = [(i, by_index[i].input_ids[: selfcheck.PROBE_TOKENS].tolist()) for i in indices]
     llm.collective_rpc("capture_check_layers", args=(True,))
     outputs = generate(llm, batch, prompt_logprobs=0)
     received = next(
         r for r in llm.collective_rpc("capture_check_layers", args=(False,)) if r is not None
     )
-    result = write(llm, batch, probe, storage_dtype)
+    result = write(llm, batch, probe, settings["dtype"])
     if result["bad"]:
         raise cli.UserError(
             f"sample {by_index[result['bad'][0]].id!r}: its hidden states hold NaN or Inf; nothing"
@@ -273,14 +282,13 @@ def run_probe(llm, model, layers, by_index, indices, probe: Path, storage_dtype:
         )
     selfcheck.check_received(received, layers, model.num_layers)
     text = f"layers {layers[:-1]} are what the next layer receives"
-    if layers[-1] == model.num_layers - 1:
+    if head is not None:
         theirs = {
             i: [p[t].logprob for t, p in zip(ids[1:], o.prompt_logprobs[1:], strict=True)]
             for (i, ids), o in zip(batch, outputs, strict=True)
         }
-        tensors = verifier.read_tensors(model, ("norm", "lm_head"))
         mean, count = selfcheck.check_final_layer(
-            probe, theirs, tensors["norm"], tensors["lm_head"], model.rms_norm_eps
+            probe, theirs, head["norm"], head["lm_head"], model.rms_norm_eps
         )
         text = (
             f"the final layer reproduces the verifier's log-probabilities (mean |difference|"
@@ -289,12 +297,13 @@ def run_probe(llm, model, layers, by_index, indices, probe: Path, storage_dtype:
     progress.log(f"self-check: {text}")
 
 
-def check_first_unit(out: Path, unit, checked, storage_dtype: str) -> None:
+def check_first_unit(out: Path, unit, checked, settings) -> None:
     """The first batch, once written, must agree with the probe; otherwise it goes again."""
     from common import selfcheck
 
     try:
-        median = selfcheck.check_layout(out, out / PROBE, checked, storage_dtype)
+        dtypes = {settings["dtype"], settings["verifier_dtype"]}
+        median = selfcheck.check_layout(out, out / PROBE, checked, dtypes)
     except cli.UserError:
         for path in unit_files(out, unit):
             path.unlink()
@@ -314,24 +323,18 @@ def read_journal(out: Path, units, lengths, settings) -> dict[int, dict]:
 
     path = out / JOURNAL
     done: dict[int, dict] = {}
-    if not path.exists():
-        return done
-    kept = b""
     shape = len(settings["layers"]), settings["hidden_size"], settings["dtype"]
-    for line in path.read_bytes().splitlines(keepends=True):
-        if not line.endswith(b"\n"):  # the kill came in the middle of this line
-            break
-        entry = json.loads(line)
+    for line in path.read_bytes().splitlines() if path.exists() else []:
         try:
+            entry = json.loads(line)
             for i in units[entry["unit"]]:
                 check_hidden_file(hidden_file(out, i), lengths[i], *shape)
+        except ValueError:  # the line that a kill cut
+            continue
         except cli.UserError as e:
             progress.log(f"extract: {e} (its forward pass runs again)")
             continue
         done[entry["unit"]] = entry
-        kept += line
-    with artifacts.atomic_file(path) as f:
-        f.write(kept)
     return done
 
 

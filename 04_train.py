@@ -7,9 +7,10 @@ and state/ for resuming. Run the same command again after a kill: it continues w
 last state was saved, to the same bits.
 """
 
+import argparse
 import functools
+import importlib.util
 import json
-import math
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -45,12 +46,10 @@ def parse_args():
     p.add_argument("--weight-decay", type=float, default=0.0)
     p.add_argument("--clip", type=float, default=1.0, help="largest gradient norm")
     p.add_argument("--heldout-fraction", type=float, default=0.05, help="of conversations")
-    p.add_argument("--train-lm-head", action=cli.argparse.BooleanOptionalAction, default=True)
-    p.add_argument(
-        "--norm-before-residual", action=cli.argparse.BooleanOptionalAction, default=True
-    )
-    p.add_argument("--norm-before-fc", action=cli.argparse.BooleanOptionalAction, default=True)
-    p.add_argument("--norm-output", action=cli.argparse.BooleanOptionalAction, default=False)
+    p.add_argument("--train-lm-head", action=argparse.BooleanOptionalAction, default=True)
+    p.add_argument("--norm-before-residual", action=argparse.BooleanOptionalAction, default=True)
+    p.add_argument("--norm-before-fc", action=argparse.BooleanOptionalAction, default=True)
+    p.add_argument("--norm-output", action=argparse.BooleanOptionalAction, default=False)
     p.add_argument(
         "--draft",
         type=cli.json_object,
@@ -100,10 +99,10 @@ def main() -> None:
         path = hidden_files.hidden_file(hidden, sample.index)
         size = len(sample.input_ids)
         hidden_files.check_hidden_file(path, size, len(layers), model.hidden_size, storage)
-        if size > args.max_batch_tokens:
+        if size > min(args.max_batch_tokens, args.max_seq_len):
             raise cli.UserError(
                 f"sample {sample.id!r} has {size} tokens, over --max-batch-tokens"
-                f" {args.max_batch_tokens}; raise it"
+                f" {args.max_batch_tokens} or --max-seq-len {args.max_seq_len}; raise it"
             )
     shape = draft_shape.draft_shape(
         args.draft,
@@ -121,6 +120,10 @@ def main() -> None:
         progress.log(f"train: {out} is complete (--overwrite makes it again)")
         return
 
+    for package in ("speculators", "matplotlib"):  # needed when the training is over
+        if importlib.util.find_spec(package) is None:
+            raise cli.UserError(f"the package {package} is not installed; see requirements.txt")
+
     # ---------------------------------------------------------------- plan
     from common import curves, packing, serving
 
@@ -132,8 +135,8 @@ def main() -> None:
     }
     train = {i: n for i, n in lengths.items() if i not in held}
     # An answer of one token gives the draft nothing to predict.
-    idle = [i for i in train if not packing.carries_loss(data[i], args.loss_rule)]
-    train = {i: n for i, n in train.items() if i not in set(idle)}
+    idle = {i for i in train if not packing.carries_loss(data[i], args.loss_rule)}
+    train = {i: n for i, n in train.items() if i not in idle}
     if not train:
         raise cli.UserError(
             f"{prepared}: nothing to train on ({len(held)} samples held out, {len(idle)} without a"
@@ -154,10 +157,12 @@ def main() -> None:
     size = draft_shape.parameter_count(shape)
     needed = size * (2 * 12 + 4)
     progress.log(
-        f"train: {size / 1e6:.1f} M parameters; up to {needed / 1e9:.2f} GB of disk, about"
-        f" {size * 16 / 1e9:.2f} GB of memory for weights, gradients and optimizer"
+        f"train: {size / 1e6:.1f} M parameters; up to {needed / 1e9:.2f} GB of disk,"
+        f" {size * 16 / 1e9:.2f} GB of memory for weights, gradients and optimizer, activations"
+        " beside"
     )
-    artifacts.require_space(out, needed)
+    held_bytes = sum(p.stat().st_size for p in out.rglob("*.safetensors"))
+    artifacts.require_space(out, needed - held_bytes)
     if args.dry_run:
         progress.log("train: dry run, every check passed; nothing was loaded or written")
         return
@@ -166,10 +171,12 @@ def main() -> None:
     artifacts.write_json(out / artifacts.REPORT, report({}, None, 0))
 
     # ---------------------------------------------------------------- work
-    fill = packing.fill_to(args.max_batch_tokens) if device == "cpu" else 0
+    fill = args.max_batch_tokens if device == "cpu" else 0
     reader = packing.RowReader(hidden, data, args.ttt_steps, args.loss_rule, fill)
+    # whatever the loss, a server accepts along paths inside answers
+    judge = packing.RowReader(hidden, data, args.ttt_steps, "answer", fill)
     run = (args, model, shape, layers, device, dtype, d2t, t2d)
-    result = train_draft(run, reader, plan, held, lengths, out)
+    result, spent = train_draft(run, reader, judge, plan, held, lengths, out)
 
     # ---------------------------------------------------------------- report
     curves.draw_curves(out)
@@ -177,41 +184,44 @@ def main() -> None:
     digest = artifacts.sha256_file(out / "model.safetensors")
     seconds = time.monotonic() - started
     counts = {"samples": len(train), "heldout": len(held), "steps": len(plan), "tokens": tokens}
-    artifacts.write_json(out / artifacts.REPORT, report(counts, digest, seconds, heldout=result))
+    artifacts.write_json(
+        out / artifacts.REPORT,
+        report(counts, digest, seconds, heldout=result, train_seconds=round(spent, 2)),
+    )
     heldout = f"held-out acceptance length {result['acceptance_length']}, " if result else ""
     progress.log(
-        f"train: {heldout}{len(plan)} steps, {tokens} tokens; this run"
-        f" {progress.duration(seconds)} -> {out}"
+        f"train: {heldout}{len(plan)} steps, {tokens} tokens in {progress.duration(spent)}"
+        f" ({tokens / max(spent, 1e-9):.0f} tok/s); this run {progress.duration(seconds)} -> {out}"
     )
 
 
-def train_draft(run, reader, plan, held, lengths, out: Path) -> dict | None:
+def train_draft(run, reader, judge, plan, held, lengths, out: Path) -> tuple[dict | None, float]:
     """Train to the end of the plan, resuming from the newest state, and export the
-    checkpoint; returns the last held-out measure."""
+    checkpoint; returns the last held-out measure and the seconds of all steps of all runs."""
     import torch
 
     from common import checkpoint, curves, export, packing, training
-    from common.draft_shape import flops_a_token
+    from common.draft_shape import flops_of_row
 
     args, model, shape, layers, device, dtype, d2t, t2d = run
     torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     teacher, draft = training.build(model, shape, d2t, device, dtype, args.seed)
     draft.lm_head.weight.requires_grad_(args.train_lm_head)
     trained = [p for p in draft.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(
         trained, lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True
     )
-    step, heldout = 0, None
+    step, heldout, spent = 0, None, 0.0
     newest = checkpoint.latest_state(out / "state")
     if newest is not None:
         saved = checkpoint.load_state(newest, draft, optimizer)
-        step, heldout = saved["step"], saved["heldout"]
+        step, heldout, spent = saved["step"], saved["heldout"], saved["seconds"]
         progress.log(f"train: continuing after step {step} of {len(plan)}")
     curves.keep_metrics(out / "metrics.jsonl", step)
     weights = [args.ttt_decay**k for k in range(args.ttt_steps)]
     row_tokens = [sum(lengths[i] for i in row) for _, row in plan]
     held_rows = packing.pack_rows(held, args.max_batch_tokens, None)
-    flops = flops_a_token(shape, args.ttt_steps)
     bar = progress.Progress("train", sum(row_tokens), "tokens", initial=sum(row_tokens[:step]))
     stopper = progress.Stopper()
 
@@ -238,30 +248,28 @@ def train_draft(run, reader, plan, held, lengths, out: Path) -> dict | None:
                 draft, teacher, row, optimizer, lr, args.clip, weights, device, dtype
             )
             step += 1
-            if not math.isfinite(found["loss"]):
-                raise cli.UserError(
-                    f"step {step}: the loss is {found['loss']}; lower --lr and start again with"
-                    f" --overwrite (the last state saved is in {out / 'state'})"
-                )
             seconds = time.monotonic() - began
+            spent += seconds
+            columns = [len(c) for c in row.columns]
+            flops = flops_of_row(shape, len(row.ids_T), columns, found.pop("loss_rows"))
             speed = {
                 "tokens": tokens,
                 "tokens_per_second": round(tokens / seconds, 1),
-                "tflops": round(flops * tokens / seconds / 1e12, 3),
+                "tflops": round(flops / seconds / 1e12, 3),
             }
             note({"step": step, "epoch": epoch, **found, **speed})
             shown = " ".join(f"{a:.3f}" for a in found["accuracy_by_depth"])
             text = f"step {step}/{len(plan)} epoch {epoch + 1} loss {found['loss']:.3f} acc {shown}"
             bar.add(tokens, text)
             if held_rows and (step == len(plan) or plan[step][0] != epoch):
-                heldout = training.measure(draft, teacher, reader, held_rows, device, dtype)
+                heldout = training.measure(draft, teacher, judge, held_rows, device, dtype)
                 note({"step": step, "epoch": epoch, **heldout})
                 progress.log(
                     f"train: epoch {epoch + 1} held-out accuracy {heldout['heldout_accuracy']}"
                     f" acceptance length {heldout['acceptance_length']}"
                 )
             if stopper.code or step % args.save_every == 0 or step == len(plan):
-                extra = {"heldout": heldout}
+                extra = {"heldout": heldout, "seconds": round(spent, 2)}
                 checkpoint.save_state(out / "state", step, draft, optimizer, extra)
             if stopper.code and step < len(plan):
                 raise cli.Interrupted(
@@ -270,7 +278,7 @@ def train_draft(run, reader, plan, held, lengths, out: Path) -> dict | None:
     bar.close()
     maps = torch.from_numpy(d2t), torch.from_numpy(t2d)
     export.export_draft(out, draft, model, layers[:-1], args.ttt_steps, *maps, dtype)
-    return heldout
+    return heldout, spent
 
 
 def check_inputs(inputs, prepared, vocab_map, vocab_report, hidden, hidden_report, args) -> None:

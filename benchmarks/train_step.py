@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from common.draft_shape import DraftShape, flops_a_token
+from common.draft_shape import DraftShape, flops_of_row
 from common.eagle3 import Eagle3Draft, PackedRow, initialize
 from common.loss_table import loss_table, needed_columns
 from common.training import train_step
@@ -80,6 +80,8 @@ def main() -> None:
         found = train_step(draft, teacher, row, optimizer, 1e-4, 1.0, weights, a.device, dtype)
         if n >= 2:  # the loss was read: the device has finished
             times.append(time.perf_counter() - began)
+    columns = [len(c) for c in row.columns]
+    flops = flops_of_row(shape, a.tokens, columns, found["loss_rows"])
     median = sorted(times)[len(times) // 2]
     print(
         json.dumps(
@@ -91,9 +93,7 @@ def main() -> None:
                 "train_lm_head": a.train_lm_head,
                 "step_s": round(median, 4),
                 "tok_s": round(a.tokens / median),
-                "model_tflops": round(
-                    flops_a_token(shape, a.ttt_steps) * a.tokens / median / 1e12, 1
-                ),
+                "tflops": round(flops / median / 1e12, 1),
                 "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1)
                 if a.device == "cuda"
                 else None,

@@ -10,6 +10,7 @@ times and library versions are not, so the same data made twice has one hash.
 """
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -23,6 +24,8 @@ from common.cli import UserError, os_error_text
 
 FORMAT_VERSION = 1
 REPORT = "data_config.json"
+LOCK = ".lock"
+_locks: list[IO] = []  # open until the process ends
 
 
 # ---------------------------------------------------------------- atomic writes
@@ -78,19 +81,33 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def prepare_output(folder: Path, overwrite: bool) -> None:
-    """Make the output folder, emptied when asked, and prove that it can be written."""
+    """Make the output folder, hold it against a second run, and empty it when asked.
+
+    The lock lasts as long as the process.
+    """
     try:
-        if overwrite and folder.is_dir():
-            if any(folder.iterdir()) and not (folder / REPORT).exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / LOCK, "w")  # noqa: SIM115 (held until the process ends)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"{folder}: another run is writing into it; wait for it, or choose another"
+                " --output-dir"
+            ) from None
+        _locks.append(lock)
+        held = [p for p in folder.iterdir() if p.name != LOCK]
+        if overwrite and held:
+            if not (folder / REPORT).exists():
                 raise UserError(
                     f"{folder}: --overwrite would delete a folder that holds no {REPORT} of ours;"
                     " choose another --output-dir"
                 )
-            shutil.rmtree(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".write-probe"
-        probe.write_bytes(b"x")
-        probe.unlink()
+            for path in held:
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
     except FileExistsError:
         raise UserError(f"{folder}: is a file; --output-dir takes a folder") from None
     except OSError as e:

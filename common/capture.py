@@ -8,7 +8,6 @@ how a runner (V1 or V2) orders requests. With tensor parallelism all ranks hold 
 full rows; rank 0 alone captures and writes.
 """
 
-import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from torch import nn
 
 from common.hidden_files import hidden_file, write_hidden
+from common.worker import QuietWorker
 
 WRITERS = 4
 
@@ -63,19 +63,11 @@ def residual_stream(output: Any) -> torch.Tensor:
     return hidden.clone() if residual is None else hidden + residual
 
 
-class CaptureExtension:
+class CaptureExtension(QuietWorker):
     """Worker methods, each called on all ranks by collective_rpc; others than 0 do nothing."""
 
-    model_runner: Any  # vLLM's worker has it
-    rank: int
-
     def capture_start(self, layer_ids: list[int], num_layers: int) -> bool:
-        """Hook the layers. Worker processes also stop reacting to Ctrl-C and SIGTERM, which
-        a shell sends to the whole group: the main process decides when they end."""
-        self._signals = {}
-        if torch.multiprocessing.parent_process() is not None:
-            for sig in (signal.SIGINT, signal.SIGTERM):
-                self._signals[sig] = signal.signal(sig, signal.SIG_IGN)
+        """Hook the layers on rank 0; returns whether this rank captures."""
         if self.rank != 0:
             return False
         embedding, layers = find_decoder(self.model_runner.get_model(), num_layers)
@@ -117,10 +109,10 @@ class CaptureExtension:
         def hook(_module, args, kwargs) -> None:
             if self._received is None:
                 return
-            values = [*args, *kwargs.values()]
-            pair = [v for v in values if isinstance(v, torch.Tensor) and v.dim() == 2]
-            received = pair[0] if len(pair) == 1 else pair[0] + pair[1]
             mine = self._passes[-1]["layers"][i].double()
+            values = [*args, *kwargs.values()]  # positions, hidden, residual
+            parts = [v for v in values if isinstance(v, torch.Tensor) and v.shape == mine.shape]
+            received = parts[0] if len(parts) == 1 else parts[0] + parts[1]
             error = (received.double() - mine).norm() / mine.norm().clamp_min(1e-30)
             self._received[i] = torch.maximum(self._received.get(i, error), error)
 
@@ -181,9 +173,7 @@ class CaptureExtension:
         return {"passes": len(passes), "sha256": hashes, "bad": bad}
 
     def capture_stop(self) -> None:
-        """Remove the hooks and give the signals back, so that the engine can end the worker."""
-        for sig, handler in self._signals.items():
-            signal.signal(sig, handler)
+        """Remove the hooks and end the writers."""
         if self.rank == 0:
             for handle in self._handles:
                 handle.remove()

@@ -134,6 +134,13 @@ def answer_ids(
                 "template rewrites the prompt",
                 f"the finished rendering of turn {turn} does not begin with its prompt",
             )
+    reasoning = str(messages[turn].get("reasoning_content") or "").strip()
+    if reasoning and reasoning not in tokenizer.decode(answer):
+        raise RowError(
+            "reasoning dropped by the template",
+            f"turn {turn} has reasoning that its rendering lacks; train on generation prompt and"
+            " raw output ids instead (tools/regenerate_responses.py)",
+        )
     # Whatever follows the end-of-turn token belongs to the template, not to the answer.
     ends = [n for n, token in enumerate(answer) if token in end_ids]
     return prompt, answer[: ends[0] + 1] if ends else answer

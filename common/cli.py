@@ -10,6 +10,7 @@ import difflib
 import errno
 import json
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -26,8 +27,9 @@ class UserError(Exception):
     """A mistake or fault the user can act on; its text is one line with the remedy."""
 
 
-class Interrupted(Exception):
-    """Raised at a safe point after SIGTERM or SIGINT; `code` is the exit status."""
+class Interrupted(BaseException):
+    """Raised after SIGTERM or SIGINT; `code` is the exit status. Not an Exception, so that no
+    handler of a library's faults takes it for one."""
 
     def __init__(self, code: int, text: str):
         super().__init__(text)
@@ -212,6 +214,7 @@ def run(main: Callable[[], None]) -> NoReturn:
     Exit status: 0 done, 1 a fault (UserError, I/O error, anything unexpected),
     2 a wrong flag, 130 / 143 after SIGINT / SIGTERM.
     """
+    signal.signal(signal.SIGTERM, _terminated)
     try:
         main()
     except SystemExit as e:  # a wrong flag or --help
@@ -228,11 +231,19 @@ def run(main: Callable[[], None]) -> NoReturn:
     except OSError as e:
         report_error(os_error_text(e))
         finish(1)
-    except Exception as e:
+    except Exception as e:  # a bug or a library's fault: show all of it, then one line
+        if type(e).__name__ == "OutOfMemoryError":
+            report_error("out of GPU memory; lower --max-batch-tokens, then run the same command")
+            finish(1)
         traceback.print_exc()
         report_error(f"{type(e).__name__}: {' '.join(str(e).split())[:500]}")
         finish(1)
     finish(0)
+
+
+def _terminated(_signal: int, _frame: object) -> None:
+    """SIGTERM while nothing can be saved (checks, loading); a Stopper replaces this."""
+    raise Interrupted(143, "SIGTERM before any work of this run was saved")
 
 
 def report_error(text: str) -> None:

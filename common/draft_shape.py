@@ -6,6 +6,7 @@ from common.cli import UserError, nearest
 from common.verifier import Verifier
 
 SHAPE_KEYS = (
+    "hidden_size",
     "intermediate_size",
     "num_attention_heads",
     "num_key_value_heads",
@@ -45,23 +46,34 @@ def draft_shape(
     unknown = [k for k in given if k not in SHAPE_KEYS]
     if unknown:
         raise UserError(f"--draft: unknown key {unknown[0]}{nearest(unknown[0], list(SHAPE_KEYS))}")
-    text = verifier.text
-    rope = text.get("rope_parameters") or {}
-    heads = int(given.get("num_attention_heads") or text["num_attention_heads"])
-    theta = given.get("rope_theta") or text.get("rope_theta") or rope.get("rope_theta") or 10000.0
-    shape = DraftShape(
-        hidden_size=verifier.hidden_size,
-        intermediate_size=int(given.get("intermediate_size") or text["intermediate_size"]),
-        num_attention_heads=heads,
-        num_key_value_heads=int(given.get("num_key_value_heads") or heads),
-        head_dim=int(given.get("head_dim") or verifier.hidden_size // heads),
-        rope_theta=float(theta),
-        rms_norm_eps=float(given.get("rms_norm_eps") or verifier.rms_norm_eps),
-        num_aux_layers=num_aux_layers,
-        draft_vocab_size=draft_vocab_size,
-        vocab_size=verifier.vocab_size,
-        **norms,
-    )
+    if given.get("hidden_size", verifier.hidden_size) != verifier.hidden_size:
+        raise UserError(
+            f"--draft: hidden_size {given['hidden_size']} must be the verifier's"
+            f" {verifier.hidden_size}, whose embedding and head the draft shares"
+        )
+    rope = verifier.text.get("rope_parameters") or {}
+    default = {"rms_norm_eps": verifier.rms_norm_eps, "rope_theta": 10000.0}
+    default |= {k: v for k, v in {**verifier.text, **rope}.items() if k in SHAPE_KEYS}
+    values = default | given
+    try:
+        heads = int(values["num_attention_heads"])
+        values.setdefault("num_key_value_heads", heads)
+        values.setdefault("head_dim", verifier.hidden_size // heads)
+        shape = DraftShape(
+            hidden_size=verifier.hidden_size,
+            intermediate_size=int(values["intermediate_size"]),
+            num_attention_heads=heads,
+            num_key_value_heads=int(values["num_key_value_heads"]),
+            head_dim=int(values["head_dim"]),
+            rope_theta=float(values["rope_theta"]),
+            rms_norm_eps=float(values["rms_norm_eps"]),
+            num_aux_layers=num_aux_layers,
+            draft_vocab_size=draft_vocab_size,
+            vocab_size=verifier.vocab_size,
+            **norms,
+        )
+    except (KeyError, TypeError, ValueError) as e:
+        raise UserError(f"--draft: missing or not a number: {e}") from None
     if shape.num_attention_heads % shape.num_key_value_heads:
         raise UserError(
             f"--draft: {shape.num_attention_heads} heads are no multiple of"
@@ -80,9 +92,19 @@ def parameter_count(shape: DraftShape) -> int:
     return fc + layer + s.hidden_size * s.draft_vocab_size
 
 
-def flops_a_token(shape: DraftShape, depths: int) -> int:
-    """Floating-point operations of training on a token, forward and backward, as if every
-    token carried loss at every depth; attention itself left out."""
-    head = shape.hidden_size * shape.draft_vocab_size
-    fc = shape.num_aux_layers * shape.hidden_size**2
-    return 6 * (fc + depths * (parameter_count(shape) - fc)) + 2 * head
+def flops_of_row(shape: DraftShape, tokens: int, columns: list[int], losses: list[int]) -> int:
+    """Floating-point operations of one step, forward and backward, attention scores left out.
+
+    Args:
+        tokens: of the row; fc (no gradient to its input) and depth-0 keys and values.
+        columns: per depth, the columns run.
+        losses: per depth, the rows of the head (counted as trained).
+    """
+    s = shape
+    q, kv = s.num_attention_heads * s.head_dim, s.num_key_value_heads * s.head_dim
+    keys_values = 2 * s.hidden_size * 2 * kv
+    queries_mlp = 3 * s.hidden_size * q + 3 * s.hidden_size * s.intermediate_size
+    total = tokens * (4 * s.num_aux_layers * s.hidden_size**2 + 6 * keys_values)
+    total += 6 * (sum(columns) * queries_mlp + sum(columns[1:]) * keys_values)
+    head = s.hidden_size * s.draft_vocab_size
+    return total + 6 * sum(losses) * head + 2 * max(losses, default=0) * head

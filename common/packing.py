@@ -21,9 +21,9 @@ def is_heldout(conversation: str, fraction: float) -> bool:
 
 
 def carries_loss(sample: Sample, rule: str) -> bool:
-    """Whether any prediction of the sample carries loss."""
-    mask = torch.tensor(sample.loss_mask, dtype=torch.bool)
-    return bool(loss_table(mask, [0], 1, rule).any())
+    """Whether any prediction of the sample carries loss (M[0] of loss_table is not empty)."""
+    mask_T = sample.loss_mask
+    return bool((mask_T[1:-1] & mask_T[2:]).any() if rule == "answer" else mask_T[1:].any())
 
 
 def pack_rows(lengths: dict[int, int], budget: int, shuffle: int | None) -> list[list[int]]:
@@ -63,7 +63,7 @@ FILL = 128
 class RowReader:
     """Reads packed rows from a hidden-states folder; called from a loader thread.
 
-    `fill_to`: tokens to which rows are filled up (0: not), see FILL.
+    `fill_to`: the budget, whose next multiple of FILL rows are filled up to (0: not).
     """
 
     folder: Path
@@ -75,10 +75,10 @@ class RowReader:
     def read(self, indices: list[int]) -> PackedRow:
         """Read samples into a row on the CPU."""
         hidden = [read_hidden(hidden_file(self.folder, i))[0] for i in indices]
-        ids = [torch.tensor(self.samples[i].input_ids) for i in indices]
-        masks = [torch.tensor(self.samples[i].loss_mask, dtype=torch.bool) for i in indices]
+        ids = [torch.from_numpy(self.samples[i].input_ids).long() for i in indices]
+        masks = [torch.from_numpy(self.samples[i].loss_mask) for i in indices]
         if self.fill_to:
-            n = self.fill_to + FILL - sum(len(x) for x in ids)
+            n = -(-self.fill_to // FILL) * FILL + FILL - sum(len(x) for x in ids)
             hidden.append(hidden[0].new_zeros(n, *hidden[0].shape[1:]))
             ids.append(torch.zeros(n, dtype=torch.int64))
             masks.append(torch.zeros(n, dtype=torch.bool))
@@ -101,8 +101,3 @@ class RowReader:
             table=table,
             columns=columns,
         )
-
-
-def fill_to(budget: int) -> int:
-    """Length that rows of at most `budget` tokens are filled up to on a CPU."""
-    return -(-budget // FILL) * FILL

@@ -1,11 +1,14 @@
 """Progress a person can read in a terminal or in a nohup log, and polite interruption."""
 
+import contextlib
 import logging
 import os
 import signal
 import sys
+import threading
 import time
 import warnings
+from collections.abc import Iterator
 
 LOG_EVERY_SECONDS = 10.0
 
@@ -27,7 +30,7 @@ def quiet_libraries() -> None:
         "LOGURU_LEVEL": "ERROR",
     }.items():
         os.environ.setdefault(name, value)
-    if "PYTHONWARNINGS" in os.environ:
+    if os.environ["PYTHONWARNINGS"] == "ignore":
         warnings.simplefilter("ignore")
     logging.captureWarnings(True)
     for name in ("py.warnings", "vllm"):  # vllm warns before it has read its own level
@@ -62,7 +65,9 @@ class Progress:
         if sys.stderr.isatty():
             from tqdm import tqdm
 
-            self.bar = tqdm(total=total, initial=initial, desc=what, unit=unit, unit_scale=True)
+            self.bar = tqdm(
+                total=total or None, initial=initial, desc=what, unit=unit, unit_scale=True
+            )
 
     def add(self, n: int, note: str = "") -> None:
         self.done += n
@@ -78,9 +83,11 @@ class Progress:
     def line(self, elapsed: float, note: str = "") -> str:
         rate = (self.done - self.initial) / max(elapsed, 1e-9)
         eta = duration((self.total - self.done) / rate) if rate > 0 else "?"
+        if not self.total:  # not known ahead
+            return f"{self.what}: {self.done} {self.unit} {rate:.0f} {self.unit}/s"
         return (
             f"{self.what}: {self.done}/{self.total} {self.unit}"
-            f" ({100 * self.done / max(self.total, 1):.1f}%)"
+            f" ({100 * self.done / self.total:.1f}%)"
             f" {rate:.{0 if rate >= 10 else 1}f} {self.unit}/s ETA {eta}"
             f"{'  ' + note if note else ''}"
         )
@@ -88,6 +95,26 @@ class Progress:
     def close(self) -> None:
         if self.bar is not None:
             self.bar.close()
+
+
+@contextlib.contextmanager
+def heartbeat(text: str) -> Iterator[None]:
+    """Say that something long has begun, and every minute that it still goes on."""
+    log(f"{text} ...")
+    started = time.monotonic()
+    ended = threading.Event()
+
+    def beat() -> None:
+        while not ended.wait(60):
+            log(f"{text}: {duration(time.monotonic() - started)} so far")
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 class Stopper:

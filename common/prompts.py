@@ -19,40 +19,54 @@ class Prompt:
 
 
 def load_prompts(
-    rows: list[Row], tokenizer: Callable[[], Any], vocab_size: int, longest: int
-) -> list[Prompt]:
-    """Render chat rows with a generation prompt; take `input_ids` of tokenized rows.
+    rows: list[Row],
+    tokenizer: Callable[[], Any],
+    vocab_size: int,
+    longest: int,
+    skip_bad_rows: bool = False,
+) -> tuple[list[Prompt], int]:
+    """Return (prompts, rows skipped).
 
-    Answers at the end of a conversation are dropped, and so are the answer tokens (loss
-    mask) of a tokenized row. UserError for a row that cannot be used, or whose prompt has
-    more than `longest` tokens, or whose id occurs twice.
+    Chat rows are rendered with a generation prompt, an answer at their end dropped;
+    tokenized rows give their ids before the first loss token. UserError, or a skip, for a
+    row that cannot be used, whose prompt has more than `longest` tokens, or whose id was
+    there before.
     """
     prompts: dict[str, Prompt] = {}
+    skipped = 0
     for n, row in enumerate(rows):
-        messages: list[dict[str, Any]] = []
-        if "input_ids" in row.value:
-            ids = row.value["input_ids"]
-            mask = row.value.get("loss_mask") or []
-            ids = ids[: mask.index(1)] if 1 in mask else ids
-            if not ids or not all(type(i) is int and 0 <= i < vocab_size for i in ids):
-                raise UserError(f"{row.where}: input_ids are not ids of the verifier")
-        else:
-            try:
-                messages = chat.messages_of(row.value)
-                while messages and messages[-1]["role"] == "assistant":
-                    messages.pop()
-                if not messages:
-                    raise chat.RowError("no prompt", "only an answer")
-                ids = chat.render(tokenizer(), messages, True, row.value.get("tools"))
-            except chat.RowError as e:
+        try:
+            prompt = prompt_of(row, str(row.value.get("id", n)), tokenizer, vocab_size)
+            if prompt.id in prompts:
+                raise chat.RowError("id twice", repr(prompt.id))
+            if len(prompt.input_ids) > longest:
+                raise chat.RowError(
+                    "prompt too long",
+                    f"{len(prompt.input_ids)} tokens, over {longest} (--max-seq-len less"
+                    " --max-new-tokens)",
+                )
+        except chat.RowError as e:
+            if not skip_bad_rows:
                 raise UserError(f"{row.where}: {e}") from None
-        if len(ids) > longest:
-            raise UserError(
-                f"{row.where}: {len(ids)} prompt tokens leave no room for --max-new-tokens within"
-                f" --max-seq-len (at most {longest}); raise --max-seq-len or shorten the prompt"
-            )
-        key = str(row.value.get("id", n))
-        if key in prompts:
-            raise UserError(f"{row.where}: the id {key!r} occurs twice")
-        prompts[key] = Prompt(key, messages, ids)
-    return list(prompts.values())
+            skipped += 1
+            continue
+        prompts[prompt.id] = prompt
+    if not prompts:
+        raise UserError(f"not one usable prompt in {len(rows)} rows")
+    return list(prompts.values()), skipped
+
+
+def prompt_of(row: Row, key: str, tokenizer: Callable[[], Any], vocab_size: int) -> Prompt:
+    """The prompt of one row; RowError when there is none."""
+    if "input_ids" in row.value:
+        ids, mask = row.value["input_ids"], row.value.get("loss_mask") or []
+        ids = ids[: mask.index(1)] if 1 in mask else ids
+        if not ids or not all(type(i) is int and 0 <= i < vocab_size for i in ids):
+            raise chat.RowError("input_ids are not ids of the verifier")
+        return Prompt(key, [], ids)
+    messages = chat.messages_of(row.value)
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    if not messages:
+        raise chat.RowError("no prompt", "only an answer")
+    return Prompt(key, messages, chat.render(tokenizer(), messages, True, row.value.get("tools")))

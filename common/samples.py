@@ -9,10 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from common.artifacts import REPORT, read_report, sha256_file
 from common.cli import UserError
 
 FILE = "tokenized_data.jsonl"
+# Between a conversation's id and the number of one of its several samples or answers.
+SEPARATOR = "##"
 
 
 @dataclass(frozen=True)
@@ -21,13 +25,13 @@ class Sample:
 
     index: int
     id: str
-    input_ids: list[int]
-    loss_mask: list[int]
+    input_ids: np.ndarray  # int32 [T]
+    loss_mask: np.ndarray  # bool [T]
 
     @property
     def conversation(self) -> str:
         """Id of the conversation it comes from (samples of one conversation share it)."""
-        return self.id.split("#", 1)[0]
+        return self.id.split(SEPARATOR, 1)[0]
 
 
 def prepared_folder(path: str) -> Path:
@@ -39,8 +43,11 @@ def prepared_folder(path: str) -> Path:
     return folder
 
 
-def check_sample(row: Any, where: str, vocab_size: int | None) -> tuple[list[int], list[int]]:
-    """Return (input_ids, loss_mask) of a tokenized row; UserError naming what is wrong."""
+def check_sample(row: Any, where: str, vocab_size: int | None) -> tuple[np.ndarray, np.ndarray]:
+    """Return (input_ids int32 [T], loss_mask bool [T]) of a tokenized row.
+
+    UserError naming what is wrong with it.
+    """
     ids, mask = (row.get("input_ids"), row.get("loss_mask")) if isinstance(row, dict) else (0, 0)
     if not isinstance(ids, list) or not isinstance(mask, list):
         raise UserError(f"{where}: needs the lists input_ids and loss_mask")
@@ -50,17 +57,28 @@ def check_sample(row: Any, where: str, vocab_size: int | None) -> tuple[list[int
         raise UserError(
             f"{where}: {len(ids)} input_ids and {len(mask)} loss_mask values; they must be equal"
         )
-    if not all(type(m) in (int, bool) and m in (0, 1) for m in mask):
+    mask_T = whole_numbers(mask, f"{where}: loss_mask")
+    if not np.isin(mask_T, (0, 1)).all():
         raise UserError(f"{where}: loss_mask holds values other than 0 and 1")
-    if not all(type(i) is int for i in ids):
-        raise UserError(f"{where}: input_ids holds values that are not whole numbers")
-    low, high = min(ids), max(ids)
-    if low < 0 or (vocab_size is not None and high >= vocab_size):
+    ids_T = whole_numbers(ids, f"{where}: input_ids")
+    low, high = int(ids_T.min()), int(ids_T.max())
+    if low < 0 or high >= (vocab_size or 2**31):
         raise UserError(
             f"{where}: id {low if low < 0 else high} is outside the verifier's vocabulary of"
             f" {vocab_size}; was it tokenized for another model?"
         )
-    return ids, [int(m) for m in mask]
+    return ids_T.astype(np.int32), mask_T.astype(bool)
+
+
+def whole_numbers(values: list, where: str) -> np.ndarray:
+    """The list as an array of whole numbers; UserError for anything else in it."""
+    try:
+        array = np.array(values)
+    except ValueError:  # lists of unequal lengths inside
+        array = np.array(None)
+    if array.ndim != 1 or array.dtype.kind not in "iub":
+        raise UserError(f"{where} holds values that are not whole numbers")
+    return array
 
 
 def read_samples(
@@ -71,14 +89,14 @@ def read_samples(
     if not path.is_file():
         raise UserError(f"{path}: no such file; run 01_prepare_data.py first")
     n = 0
-    with open(path, encoding="utf-8") as f:
+    with open(path, "rb") as f:
         for number, line in enumerate(f, 1):
             if max_samples is not None and n >= max_samples:
                 return
             where = f"{path}:{number}"
             try:
                 row = json.loads(line)
-            except json.JSONDecodeError as e:
+            except ValueError as e:  # JSON or UTF-8
                 raise UserError(f"{where}: not JSON ({e}); make the file again with 01") from None
             ids, mask = check_sample(row, where, vocab_size)
             yield Sample(n, str(row.get("id", n)), ids, mask)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from common.cli import UserError
+from common.eagle3 import rms_norm
 from common.hidden_files import hidden_file, read_hidden
 
 # Prompt log-probabilities build [T, V] logits that vLLM's memory profiling does not count.
@@ -24,12 +25,6 @@ LOGPROB_GATE = 0.1
 # Relative difference of a token's rows between two batch layouts, the median over tokens
 # (a mixture of experts sends a few tokens elsewhere in bfloat16).
 LAYOUT_GATE = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 2e-2}
-
-
-def rms_norm(x_TH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMSNorm in float32."""
-    x_TH = x_TH.float()
-    return x_TH * torch.rsqrt(x_TH.pow(2).mean(-1, keepdim=True) + eps) * weight_H.float()
 
 
 def next_token_logprobs(
@@ -95,11 +90,16 @@ def check_received(errors: dict[int, float], layer_ids: list[int], num_layers: i
             )
 
 
-def check_layout(folder: Path, probe: Path, indices: list[int], dtype: str) -> float:
+def check_layout(folder: Path, probe: Path, indices: list[int], dtypes: set[str]) -> float:
     """Compare the first batch's files with the probe's, which ran in another layout.
 
-    Returns the median relative difference over tokens and layers; UserError over the gate.
+    Args:
+        dtypes: of the verifier and of the files; the coarser sets the gate.
+
+    Returns:
+        The median relative difference over tokens and layers; UserError over the gate.
     """
+    gate = max(LAYOUT_GATE[d] for d in dtypes)
     found = []
     for index in indices:
         probe_TLH, _ = read_hidden(hidden_file(probe, index))
@@ -107,9 +107,9 @@ def check_layout(folder: Path, probe: Path, indices: list[int], dtype: str) -> f
         a, b = probe_TLH.float(), batch_TLH[: len(probe_TLH)].float()
         found.append(((a - b).norm(dim=-1) / a.norm(dim=-1).clamp_min(1e-9)).flatten())
     median = float(torch.cat(found).median())
-    if not median < LAYOUT_GATE[dtype]:
+    if not median < gate:
         raise UserError(
             f"self-check failed: the first batch's states differ from the same samples run apart"
-            f" (median relative difference {median:.3f}, allowed {LAYOUT_GATE[dtype]})"
+            f" (median relative difference {median:.3f}, allowed {gate})"
         )
     return median

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from common import ttt_step
+from common.cli import UserError
 from common.draft_shape import DraftShape
 from common.eagle3 import Eagle3Draft, PackedRow, initialize
 from common.packing import RowReader
@@ -53,7 +54,10 @@ def train_step(
     device: str,
     dtype: torch.dtype,
 ) -> dict:
-    """One optimizer step on a packed row; returns what metrics.jsonl notes of it."""
+    """One optimizer step on a packed row; returns what metrics.jsonl notes of it.
+
+    UserError, before the weights are touched, when the loss or its gradient is not finite.
+    """
     for group in optimizer.param_groups:
         group["lr"] = lr
     with torch.autocast(device, dtype, enabled=dtype != torch.float32):
@@ -62,10 +66,16 @@ def train_step(
     result.loss.backward()
     trained = [p for p in draft.parameters() if p.requires_grad]
     norm = torch.nn.utils.clip_grad_norm_(trained, clip)
+    loss = float(result.loss.detach())
+    if not math.isfinite(loss) or not math.isfinite(float(norm)):
+        raise UserError(
+            f"the loss is {loss} and its gradient's norm {float(norm)}; no step was taken. Lower"
+            " --lr and start again with --overwrite"
+        )
     optimizer.step()
     counts = result.counts
     return {
-        "loss": round(float(result.loss.detach()), 5),
+        "loss": round(loss, 5),
         "loss_by_depth": [
             round(float(s) / n, 5) for s, n in zip(result.loss_sums, counts, strict=True)
         ],
@@ -74,6 +84,7 @@ def train_step(
         ],
         "lr": lr,
         "grad_norm": round(float(norm), 4),
+        "loss_rows": counts,
     }
 
 
@@ -86,7 +97,7 @@ def measure(
     dtype: torch.dtype,
 ) -> dict:
     """Held-out accuracy a depth and the acceptance length they imply."""
-    counts = torch.zeros(reader.depths, 3, dtype=torch.int64)
+    counts = torch.zeros(reader.depths, 4, dtype=torch.int64)
     with torch.autocast(device, dtype, enabled=dtype != torch.float32):
         for indices in rows:
             row = to_device(reader.read(indices), device)

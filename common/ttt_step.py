@@ -5,10 +5,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from common.eagle3 import Eagle3Draft, PackedRow, ttt_states
+from common.eagle3 import Eagle3Draft, PackedRow, rms_norm, ttt_states
 from common.losses import linear_kl, teacher_probs
 from common.packing import FILL
-from common.selfcheck import rms_norm
 
 
 @dataclass(frozen=True)
@@ -107,12 +106,12 @@ def heldout_counts(
     A hit is the draft's argmax being the argmax of the verifier's whole vocabulary.
 
     Returns:
-        int64 [depths, 3] on the CPU: predictions, hits, and hits with every shallower depth
-        of the same column a hit too (what speculative decoding accepts).
+        int64 [depths, 4] on the CPU: predictions; hits; predictions whose column hit at every
+        shallower depth (those that a server would come to verify); hits among these.
     """
     device = row.ids_T.device
     table = row.table.to(device)
-    out = torch.zeros(len(row.table), 3, dtype=torch.int64)
+    out = torch.zeros(len(row.table), 4, dtype=torch.int64)
     chain_T = torch.ones(len(row.ids_T), dtype=torch.bool, device=device)
     for k, (columns_N, state_NH) in enumerate(ttt_states(draft, teacher.embed_VH, row, dtype)):
         carries_N = table[k][columns_N]
@@ -129,22 +128,21 @@ def heldout_counts(
         if not hits:
             break
         hit = torch.cat(hits)
+        tried = int(chain_T[columns].sum())
         chain_T[columns] &= hit
-        out[k] = torch.tensor([len(columns), int(hit.sum()), int(chain_T[columns].sum())])
+        out[k] = torch.tensor([len(columns), int(hit.sum()), tried, int(chain_T[columns].sum())])
     return out
 
 
 def acceptance(counts: torch.Tensor) -> dict[str, object]:
-    """Rates of `heldout_counts` sums: accuracy a depth, conditional accuracy, and the mean
-    acceptance length 1 + sum_k P(depths 0..k all accepted) they imply."""
-    n = counts[:, 0].clamp(min=1).double()
-    accuracy = counts[:, 1] / n
-    chain = counts[:, 2] / n
-    before = torch.cat([torch.ones(1, dtype=torch.float64), chain[:-1]])
-    conditional = chain / before.clamp(min=1e-12)
+    """Rates of `heldout_counts` sums: accuracy a depth, accuracy where every shallower depth
+    hit, and the mean acceptance length that the latter imply, 1 + c0 + c0 c1 + ..."""
+    n = counts.clamp(min=1).double()
+    accuracy = counts[:, 1] / n[:, 0]
+    conditional = counts[:, 3] / n[:, 2]
     return {
         "accuracy": [round(float(x), 4) for x in accuracy],
         "conditional_accuracy": [round(float(x), 4) for x in conditional],
-        "acceptance_length": round(1 + float(chain.sum()), 4),
+        "acceptance_length": round(1 + float(conditional.cumprod(0).sum()), 4),
         "predictions": int(counts[0, 0]),
     }

@@ -110,7 +110,7 @@ def model_file(model_path: str, name: str) -> Path:
 
     try:
         return Path(hf_hub_download(model_path, name))
-    except Exception as e:
+    except Exception as e:  # a dozen hub and network errors, one remedy
         reason = f"{type(e).__name__}: {' '.join(str(e).split())[:160]}"
         raise UserError(
             f"--model-path {model_path}: no such folder, and {name} could not be fetched from"
@@ -168,12 +168,7 @@ def read_tensors(verifier: Verifier, names: tuple[str, ...]) -> "dict[str, torch
     where = weight_map(verifier.path)
     out = {}
     for name in names:
-        keys = [k for s in TENSORS[name] for k in where if k == s or k.endswith("." + s)]
-        if not keys and name == "lm_head" and tied(verifier):
-            keys = [k for k in where if k.endswith("embed_tokens.weight")]
-        if not keys:
-            raise UserError(f"{verifier.path}: no tensor named *{TENSORS[name][0]} in its weights")
-        key = min(keys, key=len)
+        key = tensor_key(verifier, where, name)
         with safe_open(model_file(verifier.path, where[key]), framework="pt") as f:
             out[name] = f.get_tensor(key)
     for name, tensor in out.items():
@@ -190,36 +185,47 @@ def read_tensors(verifier: Verifier, names: tuple[str, ...]) -> "dict[str, torch
     return out
 
 
+def tensor_key(verifier: Verifier, where: dict[str, str], name: str) -> str:
+    """Full name of embed_tokens, lm_head or norm; a tied head is the embedding."""
+    keys = [k for s in TENSORS[name] for k in where if k == s or k.endswith("." + s)]
+    if not keys and name == "lm_head" and tied(verifier):
+        keys = [k for k in where if k.endswith("embed_tokens.weight")]
+    if not keys:
+        raise UserError(f"{verifier.path}: no tensor named *{TENSORS[name][0]} in its weights")
+    return min(keys, key=len)
+
+
 def tied(verifier: Verifier) -> bool:
     value = verifier.text.get("tie_word_embeddings", verifier.config.get("tie_word_embeddings"))
     return True if value is None else bool(value)  # transformers' default is True
 
 
 def fingerprint(verifier: Verifier) -> str:
-    """Identity of a verifier by content: its shape, final norm and 64 rows of its head.
+    """Identity of a verifier by content, the same for a copy in another folder.
 
-    Two fine-tunes of one base differ in it; a copy in another folder does not. Weights of
-    load_format "dummy" have no files: then the shape alone.
+    Hashes its shape and quantization, the names of its tensors, the final norm, and the
+    first 64 kB of the head and of one tensor each of the first and the last layer: what a
+    fine-tune or another quantization changes.
     """
-    shape = {
-        k: verifier.text.get(k)
-        for k in ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads")
-    }
-    digest = hashlib.sha256(json.dumps([verifier.architecture, shape], sort_keys=True).encode())
     where = weight_map(verifier.path)
-    for name, rows in (("norm", None), ("lm_head", 64)):
-        keys = [k for s in TENSORS[name] for k in where if k == s or k.endswith("." + s)]
-        keys = keys or [k for k in where if k.endswith("embed_tokens.weight")]
-        if not keys:
-            raise UserError(f"{verifier.path}: no tensor named *{TENSORS[name][0]} in its weights")
-        key = min(keys, key=len)
+    picked = [tensor_key(verifier, where, "norm"), tensor_key(verifier, where, "lm_head")]
+    for layer in (".layers.0.", f".layers.{verifier.num_layers - 1}."):
+        picked += sorted(k for k in where if layer in k and "norm" not in k)[:1]
+    keys = [
+        "num_hidden_layers",
+        "hidden_size",
+        "vocab_size",
+        "num_attention_heads",
+        "rope_theta",
+        "quantization_config",
+    ]
+    known = [verifier.architecture, {k: verifier.text.get(k) for k in keys}, sorted(where)]
+    digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode())
+    for key in picked:
         path = model_file(verifier.path, where[key])
-        entry = safetensors_header(path)[key]
-        begin, end = entry["data_offsets"]
-        if rows is not None:
-            end = begin + (end - begin) // entry["shape"][0] * min(rows, entry["shape"][0])
+        begin, end = safetensors_header(path)[key]["data_offsets"]
         with open(path, "rb") as f:
             (n,) = struct.unpack("<Q", f.read(8))
             f.seek(8 + n + begin)
-            digest.update(f.read(end - begin))
+            digest.update(f.read(min(end - begin, 65536)))
     return digest.hexdigest()

@@ -42,6 +42,7 @@ def captured(smollm2, tokenizer, tmp_path_factory):
         trust_remote_code=False,
     )
     llm: Any = engine.start_engine(args, {})
+    llm.collective_rpc("ignore_signals")
     llm.collective_rpc("capture_start", args=(LAYERS, model.num_layers))
 
     def run(batch, folder, **more):

@@ -206,11 +206,13 @@ def test_heldout_chain_needs_every_shallower_depth():
     counts = heldout_counts(fresh(shape(), t), t, pack(MULTI_TURN), torch.float32)
     table = pack(MULTI_TURN).table
     assert counts[:, 0].tolist() == table.sum(1).tolist()
-    assert (counts[:, 2] <= counts[:, 1]).all()
-    assert counts[0, 1] == counts[0, 2]
-    rates = acceptance(torch.tensor([[10, 6, 6], [10, 5, 3], [10, 4, 0]]))
-    assert rates["acceptance_length"] == 1.9
-    assert rates["conditional_accuracy"] == [0.6, 0.5, 0.0]
+    assert (counts[:, 3] <= counts[:, 1]).all()
+    assert (counts[:, 3] <= counts[:, 2]).all()
+    assert (counts[1:, 2] <= counts[:-1, 3]).all()
+    assert counts[0].tolist() == [counts[0, 0], counts[0, 1], counts[0, 0], counts[0, 1]]
+    rates = acceptance(torch.tensor([[10, 6, 10, 6], [8, 5, 5, 4], [6, 4, 4, 1]]))
+    assert rates["conditional_accuracy"] == [0.6, 0.8, 0.25]
+    assert rates["acceptance_length"] == pytest.approx(1 + 0.6 + 0.48 + 0.12)
 
 
 def test_linear_kl_is_kl_with_its_gradient():

@@ -63,9 +63,10 @@ def fed_error(served, ids_shift: int, folder) -> float:
         },
     }
     llm = engine.start_engine(args, {})
+    llm.collective_rpc("ignore_signals")
     hidden_TLH, ids_T = read_hidden(hidden_file(served["folder"] / "hidden", 0))
     assert ids_T.tolist() == served["ids"]
-    error = serving.fed_states_error(llm, served["ids"], hidden_TLH[:, :-1].flatten(1))
+    error = serving.fed_states_error(llm, served["ids"], hidden_TLH[:, :-1])
     engine.stop_engine(llm)
     del llm
     gc.collect()

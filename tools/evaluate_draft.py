@@ -45,7 +45,7 @@ def main() -> None:
     out = Path(args.output_dir)
 
     # ---------------------------------------------------------------- check
-    from common import rows, serving, verifier
+    from common import chat, prompts, rows, serving, verifier
 
     model = verifier.load_verifier(args.model_path)
     draft = Path(args.draft)
@@ -58,61 +58,64 @@ def main() -> None:
         "max_seq_len": args.max_seq_len,
         "batch_size": args.batch_size,
         "dtype": args.dtype,
-        "checked_hidden_states": bool(args.hidden_states),
+        "engine_args": args.engine_args,
     }
     inputs = {
         "prompts": rows.digest(files),
         "draft": artifacts.sha256_file(draft / "model.safetensors"),
+        "draft_config": artifacts.sha256_file(draft / "config.json"),
         "verifier": verifier.fingerprint(model),
     }
+    stored = None
+    if args.hidden_states:
+        folder = Path(args.hidden_states)
+        inputs["extract"] = artifacts.read_report(folder, "extract")["content_sha256"]
+        stored = serving.stored_sample(folder, draft, model, args.max_seq_len)
     if artifacts.earlier_run(out, STAGE, settings, inputs, args.overwrite) == "complete":
         progress.log((out / "table.txt").read_text().rstrip())
         progress.log(f"evaluate: {out} is complete (--overwrite makes it again)")
         return
     found = list(rows.read_rows(files, args.max_samples))
-    if args.dry_run:
-        progress.log(f"evaluate: dry run, {draft} fits the verifier; {len(found)} prompts")
-        return
-    artifacts.prepare_output(out, args.overwrite)
-
-    # ---------------------------------------------------------------- prompts
-    from common import chat, prompts
-
     load = functools.partial(chat.load_tokenizer, args.model_path, args.trust_remote_code)
     longest = args.max_seq_len - args.max_new_tokens
-    asked = prompts.load_prompts(found, functools.cache(load), model.vocab_size, longest)
+    asked, _ = prompts.load_prompts(found, functools.cache(load), model.vocab_size, longest)
+    if args.dry_run:
+        progress.log(f"evaluate: dry run, {draft} fits the verifier; {len(asked)} prompts")
+        return
+    artifacts.prepare_output(out, args.overwrite)
 
     # ---------------------------------------------------------------- run
     from common import engine
 
     engine.prepare_environment(args.tp_size)
-    base = engine.default_engine_args(model, args.tp_size) | {
-        "dtype": args.dtype,
-        "max_model_len": args.max_seq_len,
-        "max_num_seqs": args.batch_size,
-        "gpu_memory_utilization": args.gpu_memory_utilization,
-        "trust_remote_code": args.trust_remote_code,
-        "skip_tokenizer_init": True,
-        "disable_log_stats": False,  # the acceptance counters
+    base = engine.generation_engine_args(
+        model,
+        tp_size=args.tp_size,
+        max_seq_len=args.max_seq_len,
+        batch_size=args.batch_size,
+        dtype=args.dtype,
+        gpu_memory_utilization=args.gpu_memory_utilization,
+        trust_remote_code=args.trust_remote_code,
+    )
+    with_draft = base | {
+        "worker_extension_cls": "common.serving.ServingExtension",
+        "speculative_config": {
+            "model": str(draft),
+            "method": "eagle3",
+            "num_speculative_tokens": args.num_speculative_tokens,
+        },
     }
-    spec = {
-        "model": str(draft),
-        "method": "eagle3",
-        "num_speculative_tokens": args.num_speculative_tokens,
-    }
-    llm = engine.start_engine(base, args.engine_args)
-    plain = serving.generate(llm, asked, model.end_ids, args.max_new_tokens, "verifier alone")
-    engine.stop_engine(llm)
-    del llm
-    extension = {"worker_extension_cls": "common.serving.ServingExtension"}
-    llm = engine.start_engine(base | extension | {"speculative_config": spec}, args.engine_args)
+    decode = (asked, model.end_ids, args.max_new_tokens)
     fed = None
-    if args.hidden_states:
-        fed = serving.check_fed_states(llm, Path(args.hidden_states), args.max_seq_len)
-    before = serving.spec_counters(llm)
-    drafted = serving.generate(llm, asked, model.end_ids, args.max_new_tokens, "with draft")
-    counters = {k: v - before[k] for k, v in serving.spec_counters(llm).items()}
-    engine.stop_engine(llm)
+    with engine.running(with_draft, args.engine_args, "evaluate") as llm:
+        if stored is not None:
+            fed = serving.check_fed_states(llm, *stored)
+        before = serving.spec_counters(llm)
+        drafted = serving.generate(llm, *decode, "with draft")
+        counters = {k: v - before.get(k, 0) for k, v in serving.spec_counters(llm).items()}
+    del llm
+    with engine.running(base, args.engine_args, "evaluate") as llm:
+        plain = serving.generate(llm, *decode, "verifier alone")
 
     # ---------------------------------------------------------------- report
     result = summary(plain, drafted, counters, args.num_speculative_tokens, args.seed)
@@ -137,8 +140,12 @@ def main() -> None:
 
 
 def summary(plain, drafted, counters, depths: int, seed: int) -> dict:
-    """Rates of both runs. The interval is a bootstrap over prompts, since passes of one
-    prompt are alike."""
+    """Rates of both runs.
+
+    The acceptance length is vLLM's count. Its interval is a bootstrap over prompts (passes of
+    one prompt are alike) of the tokens that each pass emitted, moved to that count: the two
+    differ by the accepted tokens that fall behind an answer's end.
+    """
     drafts, accepted = counters["drafts"], counters["accepted"]
     if not drafts:
         raise cli.UserError("vLLM made no drafts: is the draft served by this vLLM at all?")
@@ -149,10 +156,12 @@ def summary(plain, drafted, counters, depths: int, seed: int) -> dict:
         picked = rng.choices(per_prompt, k=len(per_prompt))
         means.append(sum(t for _, t in picked) / sum(p for p, _ in picked))
     means.sort()
+    emitted = sum(t for _, t in per_prompt) / sum(p for p, _ in per_prompt)
+    length = 1 + accepted / drafts
     same = sum(plain.answers[k].ids == drafted.answers[k].ids for k in plain.answers)
     return {
-        "acceptance_length": 1 + accepted / drafts,
-        "interval_95": [means[49], means[1949]],
+        "acceptance_length": length,
+        "interval_95": [length + means[49] - emitted, length + means[1949] - emitted],
         "drafts": int(drafts),
         "acceptance_by_position": [counters[f"position_{i}"] / drafts for i in range(depths)],
         "verifier_tokens_per_second": plain.tokens / plain.seconds,

@@ -35,6 +35,7 @@ def parse_args():
     p.add_argument("--gpu-memory-utilization", type=float, default=0.9)
     p.add_argument("--dtype", default="auto")
     p.add_argument("--engine-args", type=cli.json_object, default={}, metavar="JSON")
+    p.add_argument("--skip-bad-rows", action="store_true", help="count and drop bad prompts")
     p.add_common("--dry-run", "--overwrite", "--trust-remote-code")
     p.need("--model-path", "--output-dir", "--prompts")
     return p.parse()
@@ -47,7 +48,7 @@ def main() -> None:
     out = Path(args.output_dir)
 
     # ---------------------------------------------------------------- check
-    from common import rows, verifier
+    from common import chat, prompts, rows, samples, verifier
 
     model = verifier.load_verifier(args.model_path)
     files = [Path(p) for p in args.prompts]
@@ -60,6 +61,8 @@ def main() -> None:
         "max_seq_len": args.max_seq_len,
         "seed": args.seed,
         "dtype": args.dtype,
+        "engine_args": args.engine_args,
+        "skip_bad_rows": args.skip_bad_rows,
     }
     if args.answers_per_prompt > 1 and args.temperature == 0:
         raise cli.UserError("--answers-per-prompt over 1 needs --temperature over 0")
@@ -69,62 +72,84 @@ def main() -> None:
         progress.log(f"regenerate: {out} is complete (--overwrite makes it again)")
         return
     found = list(rows.read_rows(files, args.max_samples))
-    if args.dry_run:
-        progress.log(
-            f"regenerate: {len(found)} prompts x {args.answers_per_prompt}, at most"
-            f" {args.max_new_tokens} tokens each, into {out}"
-        )
-        return
-    artifacts.prepare_output(out, args.overwrite)
-    report = functools.partial(artifacts.report, STAGE, settings, inputs)
-    artifacts.write_json(out / artifacts.REPORT, report({}, None, 0))
-
-    # ---------------------------------------------------------------- prompts
-    from common import chat, prompts
 
     @functools.cache
     def tokenizer():
         return chat.load_tokenizer(args.model_path, args.trust_remote_code)
 
     longest = args.max_seq_len - args.max_new_tokens
-    asked = {}
-    for prompt in prompts.load_prompts(found, tokenizer, model.vocab_size, longest):
-        for k in range(args.answers_per_prompt):
-            asked[f"{prompt.id}#{k}" if args.answers_per_prompt > 1 else prompt.id] = prompt
+    usable, skipped = prompts.load_prompts(
+        found, tokenizer, model.vocab_size, longest, args.skip_bad_rows
+    )
+    count = args.answers_per_prompt
+    asked = {
+        f"{p.id}{samples.SEPARATOR}{k}" if count > 1 else p.id: p
+        for p in usable
+        for k in range(count)
+    }
+    if args.dry_run:
+        progress.log(
+            f"regenerate: dry run, {len(usable)} prompts ({skipped} skipped) x {count}, at most"
+            f" {args.max_new_tokens} tokens each, into {out}; nothing was written"
+        )
+        return
+    artifacts.prepare_output(out, args.overwrite)
+    report = functools.partial(artifacts.report, STAGE, settings, inputs)
+    artifacts.write_json(out / artifacts.REPORT, report({}, None, 0))
 
     # ---------------------------------------------------------------- ask
     answers = out / "responses.jsonl"
     done = read_answers(answers)
-    left = {k: v for k, v in asked.items() if k not in done}
+    if len(done) < len(asked):
+        ask(args, model, tokenizer, asked, done, answers)
     tokens = sum(done.values())
-    if left:
-        from common import engine
 
-        engine.prepare_environment(args.tp_size)
-        from vllm import SamplingParams
+    # ---------------------------------------------------------------- report
+    seconds = time.monotonic() - started
+    counts = {
+        "prompts": len(usable),
+        "skipped": skipped,
+        "answers": len(asked),
+        "answer_tokens": tokens,
+    }
+    digest = artifacts.sha256_file(answers)
+    artifacts.write_json(out / artifacts.REPORT, report(counts, digest, seconds))
+    progress.log(
+        f"regenerate: {len(asked)} answers, {tokens} tokens in {progress.duration(seconds)}"
+        f" -> {answers}"
+    )
 
-        llm = engine.start_engine(
-            engine.default_engine_args(model, args.tp_size)
-            | {
-                "dtype": args.dtype,
-                "max_model_len": args.max_seq_len,
-                "max_num_seqs": args.batch_size,
-                "gpu_memory_utilization": args.gpu_memory_utilization,
-                "trust_remote_code": args.trust_remote_code,
-                "skip_tokenizer_init": True,
-            },
-            args.engine_args,
-        )
+
+def ask(args, model, tokenizer, asked, done, answers: Path) -> None:
+    """Let vLLM answer what `done` lacks, adding each answer to it and to the file."""
+    from common import engine
+
+    engine.prepare_environment(args.tp_size)
+    from vllm import SamplingParams
+
+    engine_args = engine.generation_engine_args(
+        model,
+        tp_size=args.tp_size,
+        max_seq_len=args.max_seq_len,
+        batch_size=args.batch_size,
+        dtype=args.dtype,
+        gpu_memory_utilization=args.gpu_memory_utilization,
+        trust_remote_code=args.trust_remote_code,
+    )
+    with engine.running(engine_args, args.engine_args, "regenerate") as llm:
         bar = progress.Progress("regenerate", len(asked), "answers", initial=len(done))
         stopper = progress.Stopper()
-        for k, (key, prompt) in enumerate(left.items()):
+        for n, (key, prompt) in enumerate(asked.items()):
+            if key in done:
+                continue
             params = SamplingParams(
                 max_tokens=args.max_new_tokens,
                 temperature=args.temperature,
                 top_p=args.top_p,
                 stop_token_ids=list(model.end_ids),
                 detokenize=False,
-                seed=None if args.temperature == 0 else args.seed + len(done) + k,
+                # by its place among all, so that a resumed run asks as an unbroken one would
+                seed=None if args.temperature == 0 else args.seed + n,
             )
             llm.llm_engine.add_request(key, {"prompt_token_ids": prompt.input_ids}, params)
         with open(answers, "a", encoding="utf-8") as f:
@@ -132,26 +157,14 @@ def main() -> None:
                 for output in llm.llm_engine.step():
                     if not output.finished:
                         continue
-                    prompt = left[output.request_id]
-                    line = answer_line(output, prompt, tokenizer)
+                    line = answer_line(output, asked[output.request_id], tokenizer)
                     f.write(json.dumps(line) + "\n")
                     f.flush()
-                    tokens += sum(line["loss_mask"])
-                    bar.add(1, f"{tokens} tokens")
+                    done[line["id"]] = sum(line["loss_mask"])
+                    bar.add(1)
         bar.close()
-        engine.stop_engine(llm)
-        if stopper.code:
-            raise cli.Interrupted(stopper.code, f"answers so far are in {answers}; run again")
-
-    # ---------------------------------------------------------------- report
-    seconds = time.monotonic() - started
-    counts = {"prompts": len(found), "answers": len(asked), "answer_tokens": tokens}
-    digest = artifacts.sha256_file(answers)
-    artifacts.write_json(out / artifacts.REPORT, report(counts, digest, seconds))
-    progress.log(
-        f"regenerate: {len(asked)} answers, {tokens} tokens in {progress.duration(seconds)}"
-        f" -> {answers}"
-    )
+    if stopper.code and len(done) < len(asked):
+        raise cli.Interrupted(stopper.code, f"{len(done)} answers are in {answers}; run again")
 
 
 def answer_line(output, prompt, tokenizer) -> dict:
