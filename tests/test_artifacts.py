@@ -69,3 +69,9 @@ def test_space_is_checked_before_it_runs_out(tmp_path):
     artifacts.require_space(tmp_path / "new", 1000)
     with pytest.raises(UserError, match="GB free; free space"):
         artifacts.require_space(tmp_path / "new", 10**18)
+
+
+def test_a_second_run_into_one_folder_is_refused(tmp_path):
+    artifacts.prepare_output(tmp_path / "o", overwrite=False)
+    with pytest.raises(UserError, match="another run is writing into it"):
+        artifacts.prepare_output(tmp_path / "o", overwrite=True)
