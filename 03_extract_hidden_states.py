@@ -123,8 +123,6 @@ def main() -> None:
         progress.log("extract: dry run, every check passed; nothing was loaded or written")
         return
     artifacts.prepare_output(out, args.overwrite)
-    with artifacts.atomic_file(out / JOURNAL, "w") as f:
-        f.writelines(json.dumps(entry) + "\n" for entry in done.values())
     report = functools.partial(artifacts.report, STAGE, settings, inputs)
 
     # ---------------------------------------------------------------- load and work
@@ -206,6 +204,8 @@ def run_units(llm, settings, by_index, units, todo, done, checked, stopper, out)
     total = sum(len(s.input_ids) for s in by_index.values())
     left = sum(len(by_index[i].input_ids) for u in todo for i in units[u])
     bar = progress.Progress("extract", total, "tokens", initial=total - left)
+    with artifacts.atomic_file(out / JOURNAL, "w") as f:  # without what a kill cut
+        f.writelines(json.dumps(entry) + "\n" for entry in done.values())
     with open(out / JOURNAL, "a", encoding="utf-8") as journal:
         for u in todo:
             began = time.monotonic()

@@ -1,7 +1,7 @@
 """Capture of the residual stream inside vLLM's workers.
 
-`CaptureExtension` is mixed into vLLM's worker class (`worker_extension_cls`) and called
-through `LLM.collective_rpc`. Forward hooks on the decoder layers copy the residual stream
+`CaptureMethods` are mixed into vLLM's worker class (common/worker.py) and called through
+`LLM.collective_rpc`. Forward hooks on the decoder layers copy the residual stream
 ("layer i" = after decoder layer i, 0-based); rows are matched to samples by the token ids
 that the embedding sees and the positions that the first layer gets, so nothing depends on
 how a runner (V1 or V2) orders requests. With tensor parallelism all ranks hold the same
@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from common.hidden_files import hidden_file, write_hidden
-from common.worker import QuietWorker
 
 WRITERS = 4
 
@@ -63,8 +62,11 @@ def residual_stream(output: Any) -> torch.Tensor:
     return hidden.clone() if residual is None else hidden + residual
 
 
-class CaptureExtension(QuietWorker):
+class CaptureMethods:
     """Worker methods, each called on all ranks by collective_rpc; others than 0 do nothing."""
+
+    rank: int  # vLLM's worker has both
+    model_runner: Any
 
     def capture_start(self, layer_ids: list[int], num_layers: int) -> bool:
         """Hook the layers on rank 0; returns whether this rank captures."""

@@ -54,7 +54,7 @@ def default_engine_args(verifier: Verifier, tp_size: int) -> dict[str, Any]:
         "enable_prefix_caching": False,  # cached tokens would have no hidden states
         "seed": 0,
         "use_tqdm_on_load": sys.stderr.isatty(),
-        "worker_extension_cls": "common.worker.QuietWorker",
+        "worker_extension_cls": "common.worker.WorkerExtension",
     }
     if "text_config" in verifier.config:  # a multimodal wrapper: text only
         args["language_model_only"] = True
@@ -111,7 +111,6 @@ def capture_engine_args(
         "max_num_seqs": min(batch_size, MAX_SAMPLES_A_PASS, max_batch_tokens),
         "gpu_memory_utilization": gpu_memory_utilization,
         "trust_remote_code": trust_remote_code,
-        "worker_extension_cls": "common.capture.CaptureExtension",
         "async_scheduling": False,
     }
 

@@ -11,7 +11,6 @@ from common.export import serving_layer_ids
 from common.progress import Progress
 from common.prompts import Prompt
 from common.verifier import Verifier, fingerprint, safetensors_header
-from common.worker import QuietWorker
 
 if TYPE_CHECKING:
     import torch
@@ -115,8 +114,11 @@ def spec_counters(llm: Any) -> dict[str, float]:
 # ---------------------------------------------------------------- what the draft is fed
 
 
-class ServingExtension(QuietWorker):
+class ServingMethods:
     """Worker methods that record what enters the draft's `fc`; rank 0 answers."""
+
+    rank: int  # vLLM's worker has both
+    model_runner: Any
 
     def fed_start(self) -> None:
         model = draft_model(self.model_runner)

@@ -1,20 +1,23 @@
-"""What every vLLM worker of this project is mixed with (`worker_extension_cls`)."""
+"""The worker extension of every vLLM engine here (`worker_extension_cls`).
+
+One class for all: vLLM adds it to its worker class for the life of the process, and a
+second engine with another extension of the same methods would be refused.
+"""
 
 import signal
-from typing import Any
 
 import torch
 
+from common.capture import CaptureMethods
+from common.serving import ServingMethods
 
-class QuietWorker:
+
+class WorkerExtension(CaptureMethods, ServingMethods):
     """Worker methods, called on all ranks by collective_rpc.
 
     A shell sends Ctrl-C, and often SIGTERM, to the whole process group. Workers that react
     die before the main process has finished its step and take the engine with them.
     """
-
-    rank: int  # vLLM's worker has both
-    model_runner: Any
 
     def ignore_signals(self) -> None:
         """Leave SIGINT and SIGTERM to the main process (not in its own process, at TP=1)."""

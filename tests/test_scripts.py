@@ -108,6 +108,30 @@ def test_whole_chain_and_skipping(tiny_stages, tmp_path):
     assert "was made with lr = 0.001, asked for 0.5" in last_line(other)
 
 
+def test_evaluation_serves_the_draft_both_ways(tiny_stages, tmp_path):
+    """With and without the draft in real vLLM, fed the stored states, then skipped."""
+    draft, out = tmp_path / "draft", tmp_path / "evaluation"
+    must(script("04_train.py", *train_args(tiny_stages, draft)))
+    prompts = tiny_stages["prepared"] / "tokenized_data.jsonl"
+    args = [
+        "--model-path", tiny_stages["model"], "--draft", draft, "--prompts", prompts,
+        "--max-samples", 12, "--max-seq-len", 256, "--max-new-tokens", 24,
+        "--hidden-states", tiny_stages["hidden"], "--output-dir", out,
+        "--engine-args", '{"enforce_eager": true}',
+    ]  # fmt: skip
+    assert "acceptance length" in last_line(must(script("tools/evaluate_draft.py", *args)))
+    result = json.loads((out / "result.json").read_text())
+    low, high = result["interval_95"]
+    assert low <= result["acceptance_length"] <= high
+    assert len(result["acceptance_by_position"]) == 3
+    assert result["fed_states_relative_error"] < 0.03
+    assert "is complete" in last_line(must(script("tools/evaluate_draft.py", *args)))
+    (draft / "model.safetensors").write_bytes(b"")
+    broken = script("tools/evaluate_draft.py", *args)
+    assert broken.returncode == 1
+    assert "not a whole safetensors file" in last_line(broken)
+
+
 def extract_args(stages, out, *more):
     return [
         "--model-path", stages["model"], "--prepared-data", stages["prepared"],

@@ -55,7 +55,6 @@ def fed_error(served, ids_shift: int, folder) -> float:
         "max_model_len": 512,
         "enforce_eager": True,
         "skip_tokenizer_init": True,
-        "worker_extension_cls": "common.serving.ServingExtension",
         "speculative_config": {
             "model": str(folder),
             "method": "eagle3",

@@ -98,7 +98,6 @@ def main() -> None:
         trust_remote_code=args.trust_remote_code,
     )
     with_draft = base | {
-        "worker_extension_cls": "common.serving.ServingExtension",
         "speculative_config": {
             "model": str(draft),
             "method": "eagle3",
