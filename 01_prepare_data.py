@@ -49,9 +49,12 @@ def main() -> None:
 
     model = verifier.load_verifier(args.model_path)
     sources = [Path(d) for d in args.dataset]
+    artifacts.check_apart(out, *(s for s in sources if rows.is_local(s)))
+    # 03 lets the verifier add one token to a sample, within its positions
+    longest = min(args.max_seq_len, (model.max_positions or 2**31) - 1)
     settings = {
         "max_samples": args.max_samples,
-        "max_seq_len": args.max_seq_len,
+        "max_seq_len": longest,
         "vocab_size": model.vocab_size,
         "skip_bad_rows": args.skip_bad_rows,
         "end_ids": list(model.end_ids),
@@ -76,12 +79,16 @@ def main() -> None:
         """A row's samples, counted; a row that cannot be used ends the run or is dropped."""
         counts["rows"] += 1
         try:
-            made, fates = encode_row(row, n, tokenizer, model, args.max_seq_len)
+            made, fates = encode_row(row, n, tokenizer, model, longest)
         except chat.RowError as e:
             if not args.skip_bad_rows:
                 text = f"{row.where}: {e}; mend the row, or pass --skip-bad-rows"
                 raise cli.UserError(text) from None
             made, fates = [], [f"dropped: {e.reason}"]
+        except cli.UserError:  # a broken tokenized row
+            if not args.skip_bad_rows:
+                raise
+            made, fates = [], ["dropped: broken tokenized row"]
         counts.update(fates)
         return made
 
@@ -136,7 +143,7 @@ def encode_row(row, n: int, tokenizer, model, max_seq_len: int) -> tuple[list[di
     """
     from common import chat, samples
 
-    name = str(row.value.get("id", n))
+    name = str(row.value.get("id", f"row-{n}"))
     if "input_ids" in row.value or "loss_mask" in row.value:
         ids, mask = samples.check_sample(row.value, row.where, model.vocab_size)
         encoded = [chat.Encoded(ids.tolist(), mask.astype(int).tolist())]

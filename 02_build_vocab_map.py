@@ -38,6 +38,7 @@ def main() -> None:
 
     model = verifier.load_verifier(args.model_path)
     folder = samples.prepared_folder(args.prepared_data)
+    artifacts.check_apart(out, folder)
     size = args.draft_vocab_size
     if size > model.vocab_size:
         raise cli.UserError(

@@ -39,8 +39,10 @@ def parse_args():
         metavar="SAMPLES",
         help="most samples in one forward pass (never over 256; the token budget bounds it too)",
     )
-    p.add_argument("--gpu-memory-utilization", type=float, default=0.9, metavar="FRACTION")
-    p.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float16", "float32"])
+    p.add_argument(
+        "--gpu-memory-utilization", type=cli.between(0.01, 1), default=0.9, metavar="FRACTION"
+    )
+    p.add_argument("--dtype", default="auto", choices=cli.DTYPES)
     p.add_argument(
         "--storage-dtype",
         default="auto",
@@ -73,14 +75,16 @@ def main() -> None:
             f"--tp-size {args.tp_size}: the verifier's {heads} attention heads do not divide"
         )
     folder = samples.prepared_folder(args.prepared_data)
+    artifacts.check_apart(out, folder)
     data = list(samples.read_samples(folder, args.max_samples, model.vocab_size))
     longest = max(data, key=lambda s: len(s.input_ids))
     limit = min(args.max_seq_len, args.max_batch_tokens, (model.max_positions or 2**31) - 1)
     if len(longest.input_ids) > limit:
         raise cli.UserError(
             f"{folder / samples.FILE}:{longest.index + 1}: sample {longest.id!r} has"
-            f" {len(longest.input_ids)} tokens, over {limit} (the least of --max-seq-len,"
-            " --max-batch-tokens and the model's positions); prepare shorter samples with 01"
+            f" {len(longest.input_ids)} tokens, over {limit} (the least of --max-seq-len"
+            f" {args.max_seq_len}, --max-batch-tokens {args.max_batch_tokens} and the model's"
+            " positions less one); raise the flag or prepare shorter samples with 01"
         )
     lengths = {s.index: len(s.input_ids) for s in data}
     units = plan.plan_units(lengths, args.max_batch_tokens, args.batch_size)
@@ -105,11 +109,11 @@ def main() -> None:
         "verifier": verifier.fingerprint(model),
     }
     state = artifacts.earlier_run(out, STAGE, settings, inputs, args.overwrite)
-    if state == "complete":
+    whole = state == "complete"
+    done = {} if state == "none" else read_journal(out, units, lengths, settings, not whole)
+    if whole and len(done) == len(units):
         progress.log(f"extract: {out} is complete (--overwrite makes it again)")
         return
-    resuming = state == "in_progress"
-    done = read_journal(out, units, lengths, settings) if resuming else {}
     todo = [u for u in range(len(units)) if u not in done]
     todo_tokens = sum(lengths[i] for u in todo for i in units[u])
     progress.log(
@@ -317,8 +321,9 @@ def unit_files(out: Path, unit: list[int]) -> list[Path]:
     return [hidden_file(out, i) for i in unit]
 
 
-def read_journal(out: Path, units, lengths, settings) -> dict[int, dict]:
-    """Units that an earlier run finished: noted in the journal and whole on the disk."""
+def read_journal(out: Path, units, lengths, settings, hashes: bool) -> dict[int, dict]:
+    """Units that an earlier run finished: noted in the journal and whole on the disk, where
+    `hashes` says so to the byte."""
     from common.hidden_files import check_hidden_file, hidden_file
 
     path = out / JOURNAL
@@ -327,9 +332,13 @@ def read_journal(out: Path, units, lengths, settings) -> dict[int, dict]:
     for line in path.read_bytes().splitlines() if path.exists() else []:
         try:
             entry = json.loads(line)
+            float(entry["seconds"])
             for i in units[entry["unit"]]:
-                check_hidden_file(hidden_file(out, i), lengths[i], *shape)
-        except ValueError:  # the line that a kill cut
+                path_i, noted = hidden_file(out, i), entry["sha256"][str(i)]
+                check_hidden_file(path_i, lengths[i], *shape)
+                if hashes and artifacts.sha256_file(path_i) != noted:
+                    raise cli.UserError(f"{path_i}: its bytes have changed")
+        except (ValueError, TypeError, KeyError, IndexError):  # the line that a kill cut
             continue
         except cli.UserError as e:
             progress.log(f"extract: {e} (its forward pass runs again)")

@@ -25,7 +25,7 @@ def parse_args():
     p = cli.Parser(STAGE, __doc__)
     p.add_common("--model-path", "--prepared-data", "--vocab-map", "--hidden-states")
     p.add_common("--output-dir", "--max-samples", "--max-seq-len", "--layers")
-    p.add_argument("--epochs", type=cli.positive_int, default=10)
+    p.add_argument("--epochs", type=cli.counted(1000), default=10)
     p.add_argument(
         "--max-batch-tokens",
         type=cli.positive_int,
@@ -33,19 +33,23 @@ def parse_args():
         metavar="TOKENS",
         help="token budget of one optimizer step's packed row",
     )
-    p.add_argument("--ttt-steps", type=cli.positive_int, default=3, help="depths trained")
-    p.add_argument("--ttt-decay", type=float, default=1.0, help="weight of depth k is decay**k")
+    p.add_argument("--ttt-steps", type=cli.counted(16), default=3, help="depths trained")
+    p.add_argument(
+        "--ttt-decay", type=cli.between(0.01, 1), default=1.0, help="weight of depth k is decay**k"
+    )
     p.add_argument(
         "--loss-rule",
         choices=["answer", "next"],
         default="answer",
         help="answer: whole path inside an answer; next: speculators' rule",
     )
-    p.add_argument("--lr", type=float, default=1e-3, help="peak learning rate")
-    p.add_argument("--warmup", type=float, default=0.05, help="fraction of all steps")
-    p.add_argument("--weight-decay", type=float, default=0.0)
-    p.add_argument("--clip", type=float, default=1.0, help="largest gradient norm")
-    p.add_argument("--heldout-fraction", type=float, default=0.05, help="of conversations")
+    p.add_argument("--lr", type=cli.between(1e-9, 1), default=1e-3, help="peak learning rate")
+    p.add_argument("--warmup", type=cli.between(0, 1), default=0.05, help="fraction of all steps")
+    p.add_argument("--weight-decay", type=cli.between(0, 1), default=0.0)
+    p.add_argument("--clip", type=cli.between(1e-6, 1e6), default=1.0, help="largest gradient norm")
+    p.add_argument(
+        "--heldout-fraction", type=cli.between(0, 0.9), default=0.05, help="of conversations"
+    )
     p.add_argument("--train-lm-head", action=argparse.BooleanOptionalAction, default=True)
     p.add_argument("--norm-before-residual", action=argparse.BooleanOptionalAction, default=True)
     p.add_argument("--norm-before-fc", action=argparse.BooleanOptionalAction, default=True)
@@ -80,6 +84,7 @@ def main() -> None:
     model = verifier.load_verifier(args.model_path)
     prepared = samples.prepared_folder(args.prepared_data)
     vocab_map, hidden = Path(args.vocab_map), Path(args.hidden_states)
+    artifacts.check_apart(out, prepared, vocab_map, hidden)
     d2t, t2d = vocab.load_map(vocab_map, model.vocab_size)
     vocab_report = artifacts.read_report(vocab_map, "vocab")
     hidden_report = artifacts.read_report(hidden, "extract")
@@ -315,9 +320,8 @@ def check_layers(asked, model, hidden: Path, hidden_report) -> list[int]:
     expected = sorted(asked) if asked else model.default_layers()
     if held != expected:
         raise cli.UserError(
-            f"{hidden}: holds layers {held}, expected {expected}; run 03 with"
-            f" --layers {' '.join(map(str, expected))}, or pass --layers"
-            f" {' '.join(map(str, held))} here"
+            f"{hidden}: holds layers {held}, expected {expected}; pass the layers that 03"
+            " captured as --layers here, or run 03 with other ones"
         )
     if held[-1] != model.num_layers - 1 or len(held) != 4:
         raise cli.UserError(

@@ -72,7 +72,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
+        raise UserError(
+            f"{path}: no such file; is the folder right, and has its stage been run?"
+        ) from None
     except (json.JSONDecodeError, UnicodeDecodeError) as e:
         raise UserError(f"{path}: not JSON ({e}); make it again") from None
     if not isinstance(value, dict):
@@ -98,7 +100,9 @@ def prepare_output(folder: Path, overwrite: bool) -> None:
         _locks.append(lock)
         held = [p for p in folder.iterdir() if p.name != LOCK]
         if overwrite and held:
-            if not (folder / REPORT).exists():
+            # what a killed run of ours leaves before its first report is not foreign
+            ours = all(p.name.startswith(".") or p.name == "journal.jsonl" for p in held)
+            if not ours and not (folder / REPORT).exists():
                 raise UserError(
                     f"{folder}: --overwrite would delete a folder that holds no {REPORT} of ours;"
                     " choose another --output-dir"
@@ -112,6 +116,15 @@ def prepare_output(folder: Path, overwrite: bool) -> None:
         raise UserError(f"{folder}: is a file; --output-dir takes a folder") from None
     except OSError as e:
         raise UserError(f"--output-dir {folder}: cannot write: {os_error_text(e)}") from None
+
+
+def check_apart(output: Path, *inputs: str | Path) -> None:
+    """UserError when an input is, or lies in, the output folder: --overwrite would delete it."""
+    out = output.resolve()
+    for path in map(Path, inputs):
+        there = path.resolve()
+        if there == out or out in there.parents:
+            raise UserError(f"--output-dir {output}: holds the input {path}; choose another folder")
 
 
 def require_space(folder: Path, needed_bytes: int) -> None:
@@ -198,6 +211,9 @@ def read_report(folder: Path, stage: str) -> dict[str, Any]:
         raise UserError(
             f"{folder}: its stage ({stage}) has not finished; run its command again to continue"
         )
+    whole = all(isinstance(found.get(k), dict) for k in ("settings", "inputs", "counts"))
+    if not whole or not isinstance(found.get("content_sha256"), str):
+        raise UserError(f"{folder / REPORT}: is damaged; make the folder again with --overwrite")
     return found
 
 
@@ -210,14 +226,24 @@ def earlier_run(
     data is never reused in silence.
     """
     path = folder / REPORT
-    if overwrite or not path.exists():
+    if not path.exists():
         return "none"
     found = read_json(path)
+    if overwrite and found.get("stage") == stage:
+        return "none"
+    if found.get("stage") != stage:
+        raise UserError(
+            f"{folder}: holds the data of stage {found.get('stage')!r}, this is {stage!r};"
+            " choose another --output-dir"
+        )
+    for key in ("settings", "inputs"):
+        if not isinstance(found.get(key), dict):
+            raise UserError(f"{path}: has no {key}; --overwrite makes the folder again")
     asked = {"stage": stage, **settings, **{f"input {k}": v for k, v in inputs.items()}}
     held = {
         "stage": found.get("stage"),
-        **found.get("settings", {}),
-        **{f"input {k}": v for k, v in found.get("inputs", {}).items()},
+        **found["settings"],
+        **{f"input {k}": v for k, v in found["inputs"].items()},
     }
     differing = [k for k in {**held, **asked} if held.get(k) != asked.get(k)]
     if differing:
@@ -227,7 +253,7 @@ def earlier_run(
             f" {shorten(asked.get(k))}{' and more' if len(differing) > 1 else ''};"
             " choose another --output-dir, or --overwrite to replace it"
         )
-    return found["status"]
+    return "complete" if found.get("status") == "complete" else "in_progress"
 
 
 def shorten(value: Any) -> str:

@@ -82,13 +82,17 @@ def messages_of(row: dict[str, Any]) -> list[dict[str, Any]]:
         if not isinstance(turn, dict):
             raise RowError("malformed turn", f"turn {n} is not an object")
         role = turn.get("role", turn.get("from"))
-        if role not in ROLES:
+        if not isinstance(role, str) or role not in ROLES:
             raise RowError(
                 "unknown role", f"turn {n} has role {role!r}{nearest(str(role), [*ROLES])}"
             )
         content = turn.get("content", turn.get("value"))
         if content is None and turn.get("tool_calls"):
             content = ""
+        if isinstance(content, list) and all(
+            isinstance(p, dict) and isinstance(p.get("text"), str) for p in content
+        ):
+            content = "".join(p["text"] for p in content)
         if not isinstance(content, str):
             raise RowError("malformed turn", f"turn {n} has no text content")
         extra = {k: turn[k] for k in ("reasoning_content", "tool_calls", "name") if turn.get(k)}
@@ -141,6 +145,13 @@ def answer_ids(
             f"turn {turn} has reasoning that its rendering lacks; train on generation prompt and"
             " raw output ids instead (tools/regenerate_responses.py)",
         )
+    for call in messages[turn].get("tool_calls") or []:
+        name = (call.get("function") or call).get("name") if isinstance(call, dict) else None
+        if name and str(name) not in tokenizer.decode(answer):
+            raise RowError(
+                "tool calls dropped by the template",
+                f"turn {turn} calls {name}; it is not rendered",
+            )
     # Whatever follows the end-of-turn token belongs to the template, not to the answer.
     ends = [n for n, token in enumerate(answer) if token in end_ids]
     return prompt, answer[: ends[0] + 1] if ends else answer

@@ -61,15 +61,25 @@ def save_state(
 
 def latest_state(folder: Path) -> Path | None:
     """The newest whole state, or None."""
-    found = [p for p in folder.glob("step_*") if (p / "state.json").is_file()]
-    return max(found, key=lambda p: int(p.name.split("_")[1]), default=None)
+    steps = {p: p.name.removeprefix("step_") for p in folder.glob("step_*")}
+    whole = {p: int(n) for p, n in steps.items() if n.isdigit() and (p / "state.json").is_file()}
+    return max(whole, key=lambda p: whole[p], default=None)
 
 
 def load_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Restore weights and moments in place; returns state.json's content."""
     from safetensors.torch import load_file
 
-    safetensors_header(path / "state.safetensors")
+    try:
+        safetensors_header(path / "state.safetensors")
+        found = read_json(path / "state.json")
+        if not isinstance(found.get("step"), int) or not {"heldout", "seconds"} <= found.keys():
+            raise UserError("state.json lacks its counters")
+    except (UserError, OSError) as e:
+        raise UserError(
+            f"{path}: the state is damaged ({e}); delete that folder (training then starts over)"
+            " and run the same command again"
+        ) from None
     tensors = load_file(path / "state.safetensors")
     for name, parameter in model.named_parameters():
         if name not in tensors or tensors[name].shape != parameter.shape:
@@ -90,4 +100,4 @@ def load_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -
                 k: v.to(parameter.device) if v.dim() or parameter.is_cuda else v
                 for k, v in moments.items()
             }
-    return read_json(path / "state.json")
+    return found

@@ -66,6 +66,36 @@ def positive_int(text: str) -> int:
     return value
 
 
+def between(low: float, high: float) -> Callable[[str], float]:
+    """Argparse type: a number from `low` to `high` (so never NaN or infinite)."""
+
+    def number(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = float("nan")
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number from {low:g} to {high:g}")
+        return value
+
+    return number
+
+
+def counted(high: int) -> Callable[[str], int]:
+    """Argparse type: a whole number from 1 to `high`."""
+
+    def number(text: str) -> int:
+        value = positive_int(text)
+        if value > high:
+            raise argparse.ArgumentTypeError(f"{text!r} is over {high}")
+        return value
+
+    return number
+
+
+DTYPES = ["auto", "bfloat16", "float16", "float32"]
+
+
 class Parser(argparse.ArgumentParser):
     """Argparse without abbreviations, whose error is a single last line."""
 

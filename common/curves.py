@@ -15,7 +15,7 @@ def keep_metrics(path: Path, step: int) -> None:
         try:
             if json.loads(line)["step"] <= step:
                 kept.append(line + "\n")
-        except json.JSONDecodeError:  # the line that a kill cut
+        except (ValueError, TypeError, KeyError):  # the line that a kill cut
             break
     with atomic_file(path, "w") as f:
         f.writelines(kept)
@@ -31,6 +31,8 @@ def draw_curves(out: Path) -> None:
     lines = [json.loads(x) for x in (out / "metrics.jsonl").read_text().splitlines()]
     steps = [x for x in lines if "loss" in x]
     held = [x for x in lines if "heldout_accuracy" in x]
+    if not steps:  # metrics.jsonl was lost; the weights were not
+        return
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4))
     for k in range(len(steps[0]["loss_by_depth"])):
         here = [x for x in steps if len(x["loss_by_depth"]) > k]

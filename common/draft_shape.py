@@ -57,6 +57,8 @@ def draft_shape(
     values = default | given
     try:
         heads = int(values["num_attention_heads"])
+        if heads < 1:
+            raise ValueError("num_attention_heads")
         values.setdefault("num_key_value_heads", heads)
         values.setdefault("head_dim", verifier.hidden_size // heads)
         shape = DraftShape(
@@ -72,8 +74,13 @@ def draft_shape(
             vocab_size=verifier.vocab_size,
             **norms,
         )
-    except (KeyError, TypeError, ValueError) as e:
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as e:
         raise UserError(f"--draft: missing or not a number: {e}") from None
+    for name in ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"):
+        if getattr(shape, name) < 1:
+            raise UserError(f"--draft: {name} must be at least 1")
+    if shape.head_dim % 2 or not 0 < shape.rms_norm_eps < 1 or not 1 < shape.rope_theta < 1e12:
+        raise UserError("--draft: needs an even head_dim, 0 < rms_norm_eps < 1, rope_theta > 1")
     if shape.num_attention_heads % shape.num_key_value_heads:
         raise UserError(
             f"--draft: {shape.num_attention_heads} heads are no multiple of"

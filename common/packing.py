@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from common.cli import UserError
 from common.eagle3 import PackedRow
 from common.hidden_files import hidden_file, read_hidden
 from common.loss_table import loss_table, needed_columns
@@ -74,8 +75,12 @@ class RowReader:
 
     def read(self, indices: list[int]) -> PackedRow:
         """Read samples into a row on the CPU."""
-        hidden = [read_hidden(hidden_file(self.folder, i))[0] for i in indices]
+        files = [hidden_file(self.folder, i) for i in indices]
+        hidden, stored = map(list, zip(*(read_hidden(f) for f in files), strict=True))
         ids = [torch.from_numpy(self.samples[i].input_ids).long() for i in indices]
+        for path, mine, theirs in zip(files, ids, stored, strict=True):
+            if not torch.equal(mine, theirs):
+                raise UserError(f"{path}: its token_ids are not the sample's; delete it, run 03")
         masks = [torch.from_numpy(self.samples[i].loss_mask) for i in indices]
         if self.fill_to:
             n = -(-self.fill_to // FILL) * FILL + FILL - sum(len(x) for x in ids)

@@ -32,11 +32,13 @@ def load_prompts(
     row that cannot be used, whose prompt has more than `longest` tokens, or whose id was
     there before.
     """
+    if longest < 1:
+        raise UserError("--max-new-tokens leaves no room for a prompt within --max-seq-len")
     prompts: dict[str, Prompt] = {}
     skipped = 0
     for n, row in enumerate(rows):
         try:
-            prompt = prompt_of(row, str(row.value.get("id", n)), tokenizer, vocab_size)
+            prompt = prompt_of(row, str(row.value.get("id", f"row-{n}")), tokenizer, vocab_size)
             if prompt.id in prompts:
                 raise chat.RowError("id twice", repr(prompt.id))
             if len(prompt.input_ids) > longest:
@@ -60,8 +62,12 @@ def prompt_of(row: Row, key: str, tokenizer: Callable[[], Any], vocab_size: int)
     """The prompt of one row; RowError when there is none."""
     if "input_ids" in row.value:
         ids, mask = row.value["input_ids"], row.value.get("loss_mask") or []
+        if not isinstance(ids, list) or not isinstance(mask, list):
+            raise chat.RowError("input_ids or loss_mask is not a list")
         ids = ids[: mask.index(1)] if 1 in mask else ids
-        if not ids or not all(type(i) is int and 0 <= i < vocab_size for i in ids):
+        if not ids:
+            raise chat.RowError("no prompt", "no token before the answer")
+        if not all(type(i) is int and 0 <= i < vocab_size for i in ids):
             raise chat.RowError("input_ids are not ids of the verifier")
         return Prompt(key, [], ids)
     messages = chat.messages_of(row.value)

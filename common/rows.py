@@ -31,7 +31,8 @@ def digest(names: list[Path]) -> str:
     for name in names:
         if is_local(name):
             if not name.is_file():
-                raise UserError(f"{name}: no such file")
+                what = "is a folder; name the files in it" if name.is_dir() else "no such file"
+                raise UserError(f"{name}: {what}")
             found.append(sha256_file(name))
         else:
             found.append(str(name))
@@ -54,7 +55,7 @@ def read_rows(names: list[Path], max_rows: int | None = None) -> Iterator[Row]:
             yield row
             n += 1
         if empty:
-            raise UserError(f"{name}: holds no rows")
+            raise UserError(f"{name}: holds no rows; is it the right file?")
 
 
 def read_source(name: Path) -> Iterator[Row]:
@@ -80,8 +81,9 @@ def read_jsonl(path: Path) -> Iterator[Row]:
                 continue
             try:
                 value = json.loads(line)
-            except (json.JSONDecodeError, UnicodeDecodeError) as e:
-                raise UserError(f"{path}:{number}: not JSON ({e})") from None
+            except (ValueError, RecursionError) as e:
+                packed = "it is gzip; unpack it" if line[:2] == b"\x1f\x8b" else "mend the line"
+                raise UserError(f"{path}:{number}: not JSON ({e}); {packed}") from None
             yield Row(f"{path}:{number}", value)
 
 
@@ -89,12 +91,12 @@ def read_json_array(path: Path) -> Iterator[Row]:
     """A .json file is one array of rows; JSON Lines under that name is read as such."""
     try:
         values = json.loads(path.read_bytes())
-    except (json.JSONDecodeError, UnicodeDecodeError) as e:
+    except (ValueError, RecursionError) as e:
         if getattr(e, "msg", "") == "Extra data":
             yield from read_jsonl(path)
             return
         line = getattr(e, "lineno", 1)
-        raise UserError(f"{path}:{line}: not JSON ({e})") from None
+        raise UserError(f"{path}:{line}: not JSON ({e}); mend the file") from None
     if isinstance(values, dict):
         values = [values]
     if not isinstance(values, list):
@@ -114,7 +116,7 @@ def read_parquet(path: Path) -> Iterator[Row]:
             for value in batch.to_pylist():
                 yield Row(f"{path} row {n}", drop_nulls(value))
                 n += 1
-    except pyarrow.ArrowException as e:
+    except (pyarrow.ArrowException, OSError) as e:
         raise UserError(f"{path}: not a readable parquet file ({e})") from None
 
 

@@ -61,6 +61,8 @@ def check_sample(row: Any, where: str, vocab_size: int | None) -> tuple[np.ndarr
     if not np.isin(mask_T, (0, 1)).all():
         raise UserError(f"{where}: loss_mask holds values other than 0 and 1")
     ids_T = whole_numbers(ids, f"{where}: input_ids")
+    if ids_T.dtype.kind == "b":
+        raise UserError(f"{where}: input_ids holds true and false instead of ids")
     low, high = int(ids_T.min()), int(ids_T.max())
     if low < 0 or high >= (vocab_size or 2**31):
         raise UserError(
@@ -77,7 +79,7 @@ def whole_numbers(values: list, where: str) -> np.ndarray:
     except ValueError:  # lists of unequal lengths inside
         array = np.array(None)
     if array.ndim != 1 or array.dtype.kind not in "iub":
-        raise UserError(f"{where} holds values that are not whole numbers")
+        raise UserError(f"{where} holds values that are not whole numbers; mend the row")
     return array
 
 

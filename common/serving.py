@@ -23,6 +23,8 @@ def check_draft(folder: Path, verifier: Verifier) -> None:
         raise UserError(f"{folder}: has no model.safetensors; run 04_train.py to its end")
     header = safetensors_header(folder / "model.safetensors")
     layer = config.get("transformer_layer_config", config)
+    if not isinstance(layer, dict) or "fc.weight" not in header:
+        raise UserError(f"{folder}: is not an EAGLE-3 draft (no fc.weight, or a damaged config)")
     for key, ours in (("hidden_size", verifier.hidden_size), ("vocab_size", verifier.vocab_size)):
         if layer.get(key) != ours:
             raise UserError(
@@ -174,7 +176,8 @@ def stored_sample(
             f" {serving_layer_ids(aux)}"
         )
     lengths = read_json(folder / "sample_lengths.json")
-    index = next((int(i) for i, n in lengths.items() if 16 <= n < max_seq_len), None)
+    fitting = (i for i, n in lengths.items() if isinstance(n, int) and 16 <= n < max_seq_len)
+    index = next((int(i) for i in fitting), None)
     if index is None:
         raise UserError(f"{folder}: no sample of 16 to {max_seq_len} tokens to check with")
     hidden_TLH, ids_T = read_hidden(hidden_file(folder, index))

@@ -54,10 +54,7 @@ class Verifier:
 def load_verifier(model_path: str) -> Verifier:
     """Read a verifier's config.json (and generation_config.json where there is one)."""
     config_file = model_file(model_path, "config.json")
-    try:
-        config = json.loads(config_file.read_text())
-    except json.JSONDecodeError as e:
-        raise UserError(f"{config_file}: not JSON ({e})") from None
+    config = read_object(config_file)
     text = config.get("text_config") or config
     eps = text.get("rms_norm_eps")
     need = {}
@@ -86,11 +83,22 @@ def end_ids(model_path: str, config: dict, text: dict) -> tuple[int, ...]:
     sources = [config, text]
     path = optional_file(model_path, "generation_config.json")
     if path is not None:
-        sources.append(json.loads(path.read_text()))
+        sources.append(read_object(path))
     for source in sources:
         eos = source.get("eos_token_id")
         found.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
     return tuple(sorted(found))
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object of the verifier's; UserError naming the file."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as e:
+        raise UserError(f"{path}: not JSON ({e}); download the file again") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{path}: not a JSON object; download the file again")
+    return found
 
 
 # ---------------------------------------------------------------- files
@@ -133,7 +141,10 @@ def weight_map(model_path: str) -> dict[str, str]:
     """Tensor name → safetensors file name, from the index or from the single file."""
     index = optional_file(model_path, "model.safetensors.index.json")
     if index is not None:
-        return json.loads(index.read_text())["weight_map"]
+        found = read_object(index).get("weight_map")
+        if not isinstance(found, dict):
+            raise UserError(f"{index}: has no weight_map; download the file again")
+        return found
     path = model_file(model_path, "model.safetensors")
     return {k: path.name for k in safetensors_header(path) if k != "__metadata__"}
 

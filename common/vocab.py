@@ -55,8 +55,10 @@ def load_map(folder: Path, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
             array = np.load(path, allow_pickle=False)
         except FileNotFoundError:
             raise UserError(f"{path}: no such file; run 02_build_vocab_map.py first") from None
-        except ValueError as e:
+        except (ValueError, EOFError) as e:
             raise UserError(f"{path}: not a readable .npy file ({e}); run 02 again") from None
+        if not isinstance(array, np.ndarray):
+            raise UserError(f"{path}: not a readable .npy file (an archive); run 02 again")
         if array.ndim != 1 or array.dtype != dtype:
             raise UserError(
                 f"{path}: is {array.dtype} {array.shape}, expected {np.dtype(dtype)}; run 02 again"

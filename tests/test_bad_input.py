@@ -60,6 +60,81 @@ def test_prepare(smollm2, tmp_path, content, texts):
     fails(result, *texts, folder=out)
 
 
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        ({"messages": [{"role": ["user"], "content": "x"}]}, "unknown role"),
+        ({"input_ids": [1, 2.5], "loss_mask": [0, 1]}, "values that are not whole numbers"),
+        ({"input_ids": [[1], 2], "loss_mask": [0, 1]}, "values that are not whole numbers"),
+        ({"input_ids": [True, False], "loss_mask": [0, 1]}, "true and false"),
+        ({"input_ids": [10**30, 2], "loss_mask": [0, 1]}, "not whole numbers"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "no prompt"),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": "x"},
+                    {"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]},
+                ]
+            },
+            "tool calls dropped by the template",
+        ),
+    ],
+)
+def test_odd_rows_are_named_or_skipped(smollm2, tmp_path, row, text):
+    data = write_jsonl(tmp_path / "d.jsonl", [CHAT, row])
+    args = ["--model-path", smollm2, "--dataset", data, "--output-dir", tmp_path / "out"]
+    fails(script("01_prepare_data.py", *args), "d.jsonl:2", text, folder=tmp_path / "out")
+    result = must(script("01_prepare_data.py", *args, "--skip-bad-rows"))
+    assert "1 samples from 2 rows" in last_line(result)
+
+
+@pytest.mark.parametrize("flag", ["--lr", "--clip", "--heldout-fraction", "--ttt-decay"])
+@pytest.mark.parametrize("value", ["nan", "inf", "-1"])
+def test_numbers_out_of_range_are_wrong_flags(flag, value):
+    result = script("04_train.py", f"{flag}={value}")
+    assert result.returncode == 2
+    assert f"argument {flag}: '{value}' is not a number from" in last_line(result)
+
+
+def test_overwrite_never_deletes_an_input_or_another_stage(tiny_stages, tmp_path):
+    folder = tmp_path / "p"
+    shutil.copytree(tiny_stages["prepared"], folder)
+    args = ["--model-path", tiny_stages["model"], "--draft-vocab-size", 64, "--overwrite"]
+    result = script("02_build_vocab_map.py", *args, "--prepared-data", folder,
+                    "--output-dir", folder)  # fmt: skip
+    fails(result, "holds the input")
+    result = script("02_build_vocab_map.py", *args, "--prepared-data", tiny_stages["prepared"],
+                    "--output-dir", folder)  # fmt: skip
+    fails(result, "holds the data of stage 'prepare', this is 'vocab'")
+    assert (folder / "tokenized_data.jsonl").exists()
+
+
+@pytest.mark.parametrize("line", ["5", "null", '{"a": 1}', '{"unit": 99}', '{"unit": "x"}'])
+def test_damaged_journal_lines_are_ignored(tiny_stages, tmp_path, line):
+    """Units that the journal does not vouch for are planned again."""
+    hidden = tmp_path / "hidden"
+    shutil.copytree(tiny_stages["hidden"], hidden)
+    (hidden / "journal.jsonl").write_text(line + "\n")
+    args = ["--model-path", tiny_stages["model"], "--prepared-data", tiny_stages["prepared"],
+            "--output-dir", hidden, "--max-seq-len", 256, "--max-batch-tokens", 512]  # fmt: skip
+    result = must(script("03_extract_hidden_states.py", *args, "--dry-run"))
+    assert "passes are done already" not in result.stdout
+    assert "dry run, every check passed" in last_line(result)
+
+
+def test_a_damaged_state_says_what_to_do(tiny_stages, tmp_path):
+    out = tmp_path / "d"
+    must(script("04_train.py", *train_args(tiny_stages, out)))
+    report = json.loads((out / REPORT).read_text())
+    (out / REPORT).write_text(json.dumps(report | {"status": "in_progress"}))
+    state = next((out / "state").glob("step_*")) / "state.json"
+    state.write_text("{}")
+    result = script("04_train.py", *train_args(tiny_stages, out))
+    assert result.returncode == 1
+    assert "the state is damaged" in last_line(result)
+    assert "delete that folder" in last_line(result)
+
+
 def test_prepare_counts_bad_rows_when_asked(smollm2, tmp_path):
     rows = [CHAT, {"messages": CHAT["messages"][:1]}, CHAT, {"messages": [{"role": "x"}]}]
     data = write_jsonl(tmp_path / "d.jsonl", rows)

@@ -223,15 +223,14 @@ def test_disk_that_fills_up_while_extracting(tiny_stages, tmp_path):
 
 
 def test_a_truncated_file_is_made_again_by_a_resume(tiny_stages, tmp_path):
-    """A run that has not finished finds a file cut short (by a disk fault) and redoes its unit."""
+    """Files cut short or deleted (a disk fault, a hand) are found and their units run again."""
     import shutil
 
     out = tmp_path / "hidden"
     shutil.copytree(tiny_stages["hidden"], out)
-    report = json.loads((out / REPORT).read_text())
-    (out / REPORT).write_text(json.dumps(report | {"status": "in_progress"}))
     victim = out / "rows_0-999" / "hs_7.safetensors"
     victim.write_bytes(victim.read_bytes()[:-100])
+    (out / "rows_0-999" / "hs_20.safetensors").unlink()
     must(script("03_extract_hidden_states.py", *extract_args(tiny_stages, out)))
     assert files_of(out) == files_of(tiny_stages["hidden"])
 

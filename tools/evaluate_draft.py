@@ -30,8 +30,12 @@ def parse_args():
     p.add_argument("--max-new-tokens", type=cli.positive_int, default=256, metavar="TOKENS")
     p.add_argument("--tp-size", type=cli.positive_int, default=1, metavar="GPUS")
     p.add_argument("--batch-size", type=cli.positive_int, default=32, help="prompts at a time")
-    p.add_argument("--gpu-memory-utilization", type=float, default=0.9, metavar="FRACTION")
-    p.add_argument("--dtype", default="auto", help="of verifier and draft; float32 is lossless")
+    p.add_argument(
+        "--gpu-memory-utilization", type=cli.between(0.01, 1), default=0.9, metavar="FRACTION"
+    )
+    p.add_argument(
+        "--dtype", default="auto", choices=cli.DTYPES, help="of both; float32 is lossless"
+    )
     p.add_argument("--engine-args", type=cli.json_object, default={}, metavar="JSON")
     p.add_common("--seed", "--dry-run", "--overwrite", "--trust-remote-code")
     p.need("--model-path", "--draft", "--prompts", "--output-dir")
@@ -51,6 +55,7 @@ def main() -> None:
     draft = Path(args.draft)
     serving.check_draft(draft, model)
     files = [Path(p) for p in args.prompts]
+    artifacts.check_apart(out, *(f for f in files if rows.is_local(f)))
     settings = {
         "num_speculative_tokens": args.num_speculative_tokens,
         "max_new_tokens": args.max_new_tokens,
@@ -77,7 +82,7 @@ def main() -> None:
         return
     found = list(rows.read_rows(files, args.max_samples))
     load = functools.partial(chat.load_tokenizer, args.model_path, args.trust_remote_code)
-    longest = args.max_seq_len - args.max_new_tokens
+    longest = min(args.max_seq_len, (model.max_positions or 2**31) - 1) - args.max_new_tokens
     asked, _ = prompts.load_prompts(found, functools.cache(load), model.vocab_size, longest)
     if args.dry_run:
         progress.log(f"evaluate: dry run, {draft} fits the verifier; {len(asked)} prompts")
@@ -91,7 +96,7 @@ def main() -> None:
     base = engine.generation_engine_args(
         model,
         tp_size=args.tp_size,
-        max_seq_len=args.max_seq_len,
+        max_seq_len=min(args.max_seq_len, model.max_positions or args.max_seq_len),
         batch_size=args.batch_size,
         dtype=args.dtype,
         gpu_memory_utilization=args.gpu_memory_utilization,

@@ -25,15 +25,15 @@ def parse_args():
     p.add_common("--model-path", "--output-dir", "--max-samples", "--max-seq-len", "--seed")
     p.add_argument("--prompts", nargs="+", metavar="FILE", help=".json, .jsonl or .parquet rows")
     p.add_argument("--max-new-tokens", type=cli.positive_int, default=512, metavar="TOKENS")
-    p.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
-    p.add_argument("--top-p", type=float, default=1.0)
+    p.add_argument("--temperature", type=cli.between(0, 10), default=0.0, help="0 is greedy")
+    p.add_argument("--top-p", type=cli.between(0.001, 1), default=1.0)
     p.add_argument(
         "--answers-per-prompt", type=cli.positive_int, default=1, metavar="N", help="needs heat"
     )
     p.add_argument("--tp-size", type=cli.positive_int, default=1, metavar="GPUS")
     p.add_argument("--batch-size", type=cli.positive_int, default=128, help="answers at a time")
-    p.add_argument("--gpu-memory-utilization", type=float, default=0.9)
-    p.add_argument("--dtype", default="auto")
+    p.add_argument("--gpu-memory-utilization", type=cli.between(0.01, 1), default=0.9)
+    p.add_argument("--dtype", default="auto", choices=cli.DTYPES)
     p.add_argument("--engine-args", type=cli.json_object, default={}, metavar="JSON")
     p.add_argument("--skip-bad-rows", action="store_true", help="count and drop bad prompts")
     p.add_common("--dry-run", "--overwrite", "--trust-remote-code")
@@ -52,6 +52,7 @@ def main() -> None:
 
     model = verifier.load_verifier(args.model_path)
     files = [Path(p) for p in args.prompts]
+    artifacts.check_apart(out, *(f for f in files if rows.is_local(f)))
     settings = {
         "max_new_tokens": args.max_new_tokens,
         "temperature": args.temperature,
@@ -77,7 +78,7 @@ def main() -> None:
     def tokenizer():
         return chat.load_tokenizer(args.model_path, args.trust_remote_code)
 
-    longest = args.max_seq_len - args.max_new_tokens
+    longest = min(args.max_seq_len, (model.max_positions or 2**31) - 1) - args.max_new_tokens
     usable, skipped = prompts.load_prompts(
         found, tokenizer, model.vocab_size, longest, args.skip_bad_rows
     )
@@ -130,7 +131,7 @@ def ask(args, model, tokenizer, asked, done, answers: Path) -> None:
     engine_args = engine.generation_engine_args(
         model,
         tp_size=args.tp_size,
-        max_seq_len=args.max_seq_len,
+        max_seq_len=min(args.max_seq_len, model.max_positions or args.max_seq_len),
         batch_size=args.batch_size,
         dtype=args.dtype,
         gpu_memory_utilization=args.gpu_memory_utilization,
@@ -192,8 +193,14 @@ def read_answers(path: Path) -> dict[str, int]:
         for line in f:
             if not line.endswith(b"\n"):
                 break
-            row = json.loads(line)
-            done[row["id"]] = sum(row["loss_mask"])
+            try:
+                row = json.loads(line)
+                done[row["id"]] = sum(row["loss_mask"])
+            except (ValueError, TypeError, KeyError) as e:
+                raise cli.UserError(
+                    f"{path}: the line after byte {good} is damaged ({e}); delete that line (its"
+                    " prompt is asked again) and run the same command"
+                ) from None
             good += len(line)
     with open(path, "r+b") as f:
         f.truncate(good)
