@@ -216,9 +216,9 @@ def fed_states_error(llm: Any, ids: list[int], aux_TAH: "torch.Tensor") -> float
     return float(error_TA.median(dim=0).values.max())
 
 
-# In bfloat16 right states differ by about 3e-3 between batch layouts; ids off by one by 0.1
-# and more in the worst layer.
-FED_GATE = 0.03
+# In bfloat16 right states differ by 3e-3 between batch layouts, and by 1.6e-2 (a random model
+# on an H200) between eager and compiled graphs; ids off by one by 0.1 and more.
+FED_GATE = 0.05
 
 
 def check_fed_states(llm: Any, ids: list[int], aux_TAH: "torch.Tensor") -> float:
