@@ -161,7 +161,7 @@ def encode_row(row, n: int, tokenizer, model, max_seq_len: int) -> tuple[list[di
             fates.append("dropped: no loss tokens")
             continue
         if loss[-1] and kept[-1] not in model.end_ids:
-            fates.append("note: last answer without an end-of-turn token")
+            fates.append("note: answers without an end-of-turn token (cut when they were made?)")
         key = name if len(encoded) == 1 else f"{name}{samples.SEPARATOR}{k}"
         made.append({"id": key, "input_ids": kept, "loss_mask": loss})
     return made, fates

@@ -258,6 +258,9 @@ def run(main: Callable[[], None]) -> NoReturn:
     except UserError as e:
         report_error(str(e))
         finish(1)
+    except ModuleNotFoundError as e:
+        report_error(f"the package {e.name} is not installed; use the environment of the README")
+        finish(1)
     except OSError as e:
         report_error(os_error_text(e))
         finish(1)

@@ -33,7 +33,11 @@ def quiet_libraries() -> None:
     if os.environ["PYTHONWARNINGS"] == "ignore":
         warnings.simplefilter("ignore")
     logging.captureWarnings(True)
-    for name in ("py.warnings", "vllm"):  # vllm warns before it has read its own level
+    for name in (
+        "py.warnings",
+        "vllm",
+        "huggingface_hub",
+    ):  # vllm warns before it has read its own level
         logging.getLogger(name).setLevel(logging.ERROR)
 
 

@@ -119,10 +119,9 @@ def model_file(model_path: str, name: str) -> Path:
     try:
         return Path(hf_hub_download(model_path, name))
     except Exception as e:  # a dozen hub and network errors, one remedy
-        reason = f"{type(e).__name__}: {' '.join(str(e).split())[:160]}"
         raise UserError(
-            f"--model-path {model_path}: no such folder, and {name} could not be fetched from"
-            f" the hub ({reason}); download the model and pass its folder"
+            f"--model-path {model_path}: no such folder, and {name} could not be fetched from the"
+            f" hub ({type(e).__name__}); download the model and pass its folder"
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""Serve a draft in real vLLM and measure it: the verifier alone, then with the draft.
+"""Serve a draft in real vLLM and measure it, then the verifier alone on the same prompts.
 
 Greedy decoding of held-out prompts. Reports mean acceptance length (tokens a forward pass
 of the verifier, 1 + accepted) with its 95% interval over prompts, acceptance a position,

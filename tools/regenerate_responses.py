@@ -28,7 +28,11 @@ def parse_args():
     p.add_argument("--temperature", type=cli.between(0, 10), default=0.0, help="0 is greedy")
     p.add_argument("--top-p", type=cli.between(0.001, 1), default=1.0)
     p.add_argument(
-        "--answers-per-prompt", type=cli.positive_int, default=1, metavar="N", help="needs heat"
+        "--answers-per-prompt",
+        type=cli.positive_int,
+        default=1,
+        metavar="N",
+        help="over 1 needs --temperature over 0",
     )
     p.add_argument("--tp-size", type=cli.positive_int, default=1, metavar="GPUS")
     p.add_argument("--batch-size", type=cli.positive_int, default=128, help="answers at a time")
