@@ -78,7 +78,7 @@ def generation_engine_args(
     """Arguments of vllm.LLM for decoding token ids to token ids, with its counters on."""
     return default_engine_args(verifier, tp_size) | {
         "dtype": dtype,
-        "max_model_len": max_seq_len,
+        "max_model_len": min(max_seq_len, verifier.max_positions or max_seq_len),
         "max_num_seqs": batch_size,
         "gpu_memory_utilization": gpu_memory_utilization,
         "trust_remote_code": trust_remote_code,

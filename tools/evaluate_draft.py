@@ -96,7 +96,7 @@ def main() -> None:
     base = engine.generation_engine_args(
         model,
         tp_size=args.tp_size,
-        max_seq_len=min(args.max_seq_len, model.max_positions or args.max_seq_len),
+        max_seq_len=args.max_seq_len,
         batch_size=args.batch_size,
         dtype=args.dtype,
         gpu_memory_utilization=args.gpu_memory_utilization,

@@ -135,7 +135,7 @@ def ask(args, model, tokenizer, asked, done, answers: Path) -> None:
     engine_args = engine.generation_engine_args(
         model,
         tp_size=args.tp_size,
-        max_seq_len=min(args.max_seq_len, model.max_positions or args.max_seq_len),
+        max_seq_len=args.max_seq_len,
         batch_size=args.batch_size,
         dtype=args.dtype,
         gpu_memory_utilization=args.gpu_memory_utilization,
