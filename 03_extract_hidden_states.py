@@ -7,17 +7,13 @@ folder is the same to the byte.
 """
 
 import functools
-import json
-import os
-import shutil
 import time
 from pathlib import Path
 
 from common import artifacts, cli, progress
 
 STAGE = "extract"
-JOURNAL = "journal.jsonl"
-PROBE = ".probe"
+STORAGE = {"bf16": "bfloat16", "fp8": "float8_e4m3fn"}
 
 
 def parse_args():
@@ -35,24 +31,60 @@ def parse_args():
     p.add_argument(
         "--batch-size",
         type=cli.positive_int,
-        default=256,
+        default=128,
         metavar="SAMPLES",
-        help="most samples in one forward pass (never over 256; the token budget bounds it too)",
+        help="most samples in one forward pass (never over 128; the token budget bounds it too)",
     )
     p.add_argument(
         "--gpu-memory-utilization", type=cli.between(0.01, 1), default=0.9, metavar="FRACTION"
     )
-    p.add_argument("--dtype", default="auto", choices=cli.DTYPES)
+    p.add_argument("--dtype", default="auto", choices=cli.DTYPES, help="of the verifier")
     p.add_argument(
         "--storage-dtype",
         default="auto",
-        choices=["auto", "bfloat16", "float32"],
-        help="dtype of the files (default: the verifier's)",
+        choices=["auto", "bf16", "fp8", "bfloat16", "float32"],
+        help="of the files (default: the verifier's); fp8 is e4m3 with a scale a token and layer,"
+        " half the disk",
+    )
+    p.add_argument(
+        "--num-shards",
+        type=cli.positive_int,
+        default=1,
+        metavar="N",
+        help="split the samples by tokens, for several engines or machines",
+    )
+    p.add_argument(
+        "--shard-index",
+        type=int,
+        metavar="I",
+        help="the shard to make, from 0; it lies in OUTPUT_DIR/shard-I-of-N",
+    )
+    p.add_argument(
+        "--allow-missing",
+        type=int,
+        default=0,
+        metavar="N",
+        help="call the folder finished with up to N samples that failed",
+    )
+    p.add_argument(
+        "--load-timeout",
+        type=cli.between(0.01, 10_000),
+        default=120,
+        metavar="MINUTES",
+        help="give up on a verifier that takes longer to load",
     )
     p.add_argument("--engine-args", type=cli.json_object, default={}, metavar="JSON")
+    p.add_argument(
+        "--verify", action="store_true", help="read a finished folder again, load nothing"
+    )
     p.add_common("--seed", "--dry-run", "--overwrite", "--trust-remote-code")
     p.need("--model-path", "--prepared-data", "--output-dir")
-    return p.parse()
+    args = p.parse()
+    if (args.shard_index is None) != (args.num_shards == 1) or not (
+        0 <= (args.shard_index or 0) < args.num_shards
+    ):
+        p.error(f"--num-shards {args.num_shards} needs --shard-index 0 to {args.num_shards - 1}")
+    return args
 
 
 def main() -> None:
@@ -62,67 +94,70 @@ def main() -> None:
     out = Path(args.output_dir)
 
     # ---------------------------------------------------------------- check
-    from common import engine, hidden_files, plan, samples, verifier
+    from common import engine, hidden_files, hidden_folder, journal, preflight, samples, verifier
 
+    if args.num_shards > 1:
+        out = hidden_folder.shard_folder(out, args.shard_index, args.num_shards)
+    folder = samples.prepared_folder(args.prepared_data)
+    artifacts.check_apart(out, folder)
+    if args.verify:
+        verify(out, folder, started)
+        return
     engine.check_engine_args(args.engine_args)
     model = verifier.load_verifier(args.model_path)
     layers = check_layers(args.layers or model.default_layers(), model)
     dtype = check_dtype(args.dtype, model)
-    storage_dtype = dtype if args.storage_dtype == "auto" else args.storage_dtype
-    heads = model.text.get("num_attention_heads")
-    if heads and heads % args.tp_size:
-        raise cli.UserError(
-            f"--tp-size {args.tp_size}: the verifier's {heads} attention heads do not divide"
-        )
-    folder = samples.prepared_folder(args.prepared_data)
-    artifacts.check_apart(out, folder)
-    data = list(samples.read_samples(folder, args.max_samples, model.vocab_size))
-    longest = max(data, key=lambda s: len(s.input_ids))
-    limit = min(args.max_seq_len, args.max_batch_tokens, (model.max_positions or 2**31) - 1)
-    if len(longest.input_ids) > limit:
-        raise cli.UserError(
-            f"{folder / samples.FILE}:{longest.index + 1}: sample {longest.id!r} has"
-            f" {len(longest.input_ids)} tokens, over {limit} (the least of --max-seq-len"
-            f" {args.max_seq_len}, --max-batch-tokens {args.max_batch_tokens} and the model's"
-            " positions less one); raise the flag or prepare shorter samples with 01"
-        )
-    lengths = {s.index: len(s.input_ids) for s in data}
-    units = plan.plan_units(lengths, args.max_batch_tokens, args.batch_size)
-    token_bytes = hidden_files.bytes_a_token(len(layers), model.hidden_size, storage_dtype)
-    total_tokens = sum(lengths.values())
-
+    storage = STORAGE.get(args.storage_dtype, args.storage_dtype)
+    storage = dtype if storage == "auto" else storage
+    preflight.check_divides(model, args.tp_size)
+    weights = preflight.check_weights(model)
     settings = {
         "layers": layers,
         "layer_convention": "output",
         "hidden_size": model.hidden_size,
-        "dtype": storage_dtype,
+        "dtype": storage,
         "verifier_dtype": dtype,
         "max_samples": args.max_samples,
         # Batch layout moves low bits: a resume must keep it.
         "max_batch_tokens": args.max_batch_tokens,
-        "batch_size": min(args.batch_size, plan.MAX_SAMPLES_A_PASS),
+        "batch_size": min(args.batch_size, engine.MAX_SAMPLES_A_PASS),
         "tp_size": args.tp_size,
         "engine_args": args.engine_args,
     }
-    inputs = {
-        "prepared": samples.prepared_identity(folder),
-        "verifier": verifier.fingerprint(model),
-    }
+    if args.num_shards > 1:
+        settings["shard"] = [args.shard_index, args.num_shards]
+    inputs = {"prepared": samples.prepared_identity(folder)}
+    if weights.absent and args.dry_run:
+        progress.log(f"extract: {args.model_path} holds no weights; they are not checked")
+        inputs["verifier"] = artifacts.held_input(out, "verifier")
+    else:
+        preflight.require_weights(model, weights)
+        inputs["verifier"] = verifier.fingerprint(model)
     state = artifacts.earlier_run(out, STAGE, settings, inputs, args.overwrite)
-    whole = state == "complete"
-    done = {} if state == "none" else read_journal(out, units, lengths, settings, not whole)
-    if whole and len(done) == len(units):
+
+    # ---------------------------------------------------------------- plan
+    shape = len(layers), model.hidden_size, storage
+    if state == "none":
+        units, lengths, data = plan_passes(args, model, folder)
+        done = {}
+    else:
+        units, lengths = journal.read_plan(out)
+        check_longest(args, model, folder, lengths)
+        done = journal.settled_units(out, units, lengths, shape)
+    missing = journal.missing_samples(done)
+    if state == "complete" and len(done) == len(units) and len(missing) <= args.allow_missing:
         progress.log(f"extract: {out} is complete (--overwrite makes it again)")
         return
-    todo = [u for u in range(len(units)) if u not in done]
-    todo_tokens = sum(lengths[i] for u in todo for i in units[u])
-    progress.log(
-        f"extract: {len(data)} samples, {total_tokens} tokens in {len(units)} forward passes of at"
-        f" most {args.max_batch_tokens} tokens; layers {layers} of {model.num_layers}; {dtype},"
-        f" files {storage_dtype}, {total_tokens * token_bytes / 1e9:.2f} GB"
-        f"{f'; {len(done)} passes are done already' if done else ''}"
-    )
-    artifacts.require_space(out, todo_tokens * token_bytes)
+    # What failed before is tried again, each sample alone.
+    todo = [(u, units[u]) for u in range(len(units)) if u not in done]
+    todo += [(u, [int(i)]) for u, entry in done.items() for i in entry["missing"]]
+    if state != "none":
+        only = {i for _, indices in todo for i in indices}
+        found = samples.read_samples(folder, args.max_samples, model.vocab_size, only)
+        data = {s.index: s for s in found}
+    todo_bytes = sum(hidden_files.file_bytes(lengths[i], *shape) for _, m in todo for i in m)
+    preflight.check_plan(args, model, weights, settings, units, lengths, done, todo_bytes, out)
+    artifacts.require_space(out, todo_bytes)
     if args.dry_run:
         progress.log("extract: dry run, every check passed; nothing was loaded or written")
         return
@@ -131,44 +166,68 @@ def main() -> None:
 
     # ---------------------------------------------------------------- load and work
     if todo:
-        extract(args, model, settings, report, data, units, todo, done, out)
+        from common.extraction import Work
+
+        samples_todo = {i: data[i] for _, indices in todo for i in indices}
+        tokens = sum(lengths.values())
+        work = Work(model, layers, dtype, storage, args.max_batch_tokens, samples_todo, todo,
+                    out, tokens)  # fmt: skip
+        extract(args, work, report, units, lengths, done)
+    missing = journal.missing_samples(done)
+    if len(missing) > args.allow_missing:
+        first = min(missing)
+        raise cli.UserError(
+            f"{len(missing)} of {len(lengths)} samples have no hidden states, the first on line"
+            f" {first + 1} of {folder / samples.FILE}: {missing[first]}. Run again to try them once"
+            f" more, mend or remove them, or accept it with --allow-missing {len(missing)}"
+        )
 
     # ---------------------------------------------------------------- report
-    seconds = sum(entry["seconds"] for entry in done.values())  # of all runs
-    hashes = {i: h for unit in done.values() for i, h in unit["sha256"].items()}
-    artifacts.write_json(out / "sample_lengths.json", {str(i): n for i, n in lengths.items()})
-    digest = artifacts.sha256_json([hashes[str(i)] for i in sorted(lengths)])
-    counts = {"num_samples": len(data), "total_tokens": total_tokens, "forward_passes": len(units)}
-    size = sum(hidden_files.hidden_file(out, i).stat().st_size for i in lengths)
-    artifacts.write_json(
-        out / artifacts.REPORT,
-        report(
-            counts,
-            digest,
-            time.monotonic() - started,
-            extract_seconds=round(seconds, 2),
-            **{k: settings[k] for k in ("layers", "layer_convention", "hidden_size", "dtype")},
-            **{k: counts[k] for k in ("num_samples", "total_tokens")},
-            bytes=size,
-        ),
-    )
-    progress.log(
-        f"extract: {len(data)} samples, {total_tokens} tokens in {progress.duration(seconds)}"
-        f" ({total_tokens / max(seconds, 1e-9):.0f} tok/s), {size / 1e9:.2f} GB in {out}; this run"
-        f" {progress.duration(time.monotonic() - started)} with loading"
-    )
+    finish(report, units, lengths, done, shape, settings, out, started)
 
 
-def extract(args, model, settings, report, data, units, todo, done, out) -> None:
-    """Load the verifier, check the capture, and run the units of `todo` into `done`."""
-    from common import engine, selfcheck, verifier
+def plan_passes(args, model, folder: Path):
+    """Read and check all samples; returns (passes, lengths, samples) of this shard."""
+    from common import plan, samples
 
-    layers = settings["layers"]
+    found = samples.read_samples(folder, args.max_samples, model.vocab_size)
+    data = {s.index: s for s in found}
+    lengths = {i: len(s.input_ids) for i, s in data.items()}
+    check_longest(args, model, folder, lengths)
+    units = plan.plan_units(lengths, args.max_batch_tokens, args.batch_size)
+    if args.num_shards > len(units):
+        raise cli.UserError(
+            f"--num-shards {args.num_shards}: the samples make {len(units)} forward passes; use"
+            " fewer shards or a lower --max-batch-tokens"
+        )
+    if args.num_shards > 1:
+        units = plan.deal_units(units, lengths, args.num_shards, args.shard_index)
+        lengths = {i: lengths[i] for unit in units for i in unit}
+    return units, lengths, data
+
+
+def check_longest(args, model, folder: Path, lengths: dict[int, int]) -> None:
+    from common import samples
+
+    index = max(lengths, key=lambda i: lengths[i])
+    limit = min(args.max_seq_len, args.max_batch_tokens, (model.max_positions or 2**31) - 1)
+    if lengths[index] > limit:
+        raise cli.UserError(
+            f"{folder / samples.FILE}:{index + 1}: the sample has {lengths[index]} tokens, over"
+            f" {limit} (the least of --max-seq-len {args.max_seq_len}, --max-batch-tokens"
+            f" {args.max_batch_tokens} and the model's positions less one); raise the flag or"
+            " prepare shorter samples with 01"
+        )
+
+
+def extract(args, work, report, units, lengths, done) -> None:
+    """Load the verifier, check the capture, and run the passes of `work` into `done`."""
+    from common import engine, extraction, journal, verifier
+
+    model, out = work.model, work.out
     head = None
-    if layers[-1] == model.num_layers - 1:
+    if work.layers[-1] == model.num_layers - 1:
         head = verifier.read_tensors(model, ("norm", "lm_head"))
-    by_index = {s.index: s for s in data}
-    lengths = {s.index: len(s.input_ids) for s in data}
     engine.prepare_environment(args.tp_size)
     loading = time.monotonic()
     engine_args = engine.capture_engine_args(
@@ -177,174 +236,96 @@ def extract(args, model, settings, report, data, units, todo, done, out) -> None
         max_seq_len=args.max_seq_len,
         max_batch_tokens=args.max_batch_tokens,
         batch_size=args.batch_size,
-        dtype=settings["verifier_dtype"],
+        dtype=work.verifier_dtype,
         gpu_memory_utilization=args.gpu_memory_utilization,
         trust_remote_code=args.trust_remote_code,
     )
-    with engine.running(engine_args, args.engine_args, "extract") as llm:
+    timeout = args.load_timeout * 60
+    with engine.running(engine_args, args.engine_args, "extract", timeout) as llm:
         took = progress.duration(time.monotonic() - loading)
         progress.log(f"extract: verifier loaded in {took}")
-        engine.require_kv_cache(llm, units, lengths)
-        llm.collective_rpc("capture_start", args=(layers, model.num_layers))
+        engine.require_kv_cache(llm, [indices for _, indices in work.todo], lengths)
         stopper = progress.Stopper()
-        room = max(1, args.max_batch_tokens // selfcheck.PROBE_TOKENS)
-        checked = units[todo[0]][: min(selfcheck.PROBE_SAMPLES, room)]
         try:
-            run_probe(llm, model, settings, head, by_index, checked, out)
+            checked = extraction.run_probe(llm, work, head)
             # From here on the folder holds data, and belongs to these settings.
+            journal.write_plan(out, units, lengths)
             artifacts.write_json(out / artifacts.REPORT, report({}, None, 0))
-            run_units(llm, settings, by_index, units, todo, done, checked, stopper, out)
+            record = journal.Journal(out, done)
+            extraction.run_units(llm, work, record, checked, stopper)
+            record.close()
         finally:
-            shutil.rmtree(out / PROBE, ignore_errors=True)
-        llm.collective_rpc("capture_stop")
-    if stopper.code and len(done) < len(units):
+            extraction.clear_probe(out)
+    left = [u for u in range(len(units)) if u not in done]
+    if stopper.code and left:
         raise cli.Interrupted(
-            stopper.code, f"{len(done)} of {len(units)} passes are in {out}; run again to continue"
+            stopper.code,
+            f"{len(units) - len(left)} of {len(units)} passes are in {out}; run again to continue",
         )
 
 
-def run_units(llm, settings, by_index, units, todo, done, checked, stopper, out) -> None:
-    """Run the units of `todo`, noting each in the journal once its files are on the disk."""
-    total = sum(len(s.input_ids) for s in by_index.values())
-    left = sum(len(by_index[i].input_ids) for u in todo for i in units[u])
-    bar = progress.Progress("extract", total, "tokens", initial=total - left)
-    with artifacts.atomic_file(out / JOURNAL, "w") as f:  # without what a kill cut
-        f.writelines(json.dumps(entry) + "\n" for entry in done.values())
-    with open(out / JOURNAL, "a", encoding="utf-8") as journal:
-        for u in todo:
-            began = time.monotonic()
-            batch = [(i, by_index[i].input_ids.tolist()) for i in units[u]]
-            generate(llm, batch)
-            result = write(llm, batch, out, settings["dtype"])
-            if result["bad"]:
-                bad = by_index[result["bad"][0]]
-                raise cli.UserError(
-                    f"sample {bad.id!r} (line {bad.index + 1}): its hidden states hold NaN or Inf;"
-                    " it was not written. Remove the sample, or try --dtype bfloat16 or float32"
-                )
-            if result["passes"] != 1:
-                raise cli.UserError(
-                    f"vLLM ran {len(batch)} samples in {result['passes']} steps instead of one, so"
-                    " the result would depend on chance; raise --gpu-memory-utilization or lower"
-                    " --max-batch-tokens"
-                )
-            if u == todo[0]:
-                check_first_unit(out, units[u], checked, settings)
-            for folder in {f.parent for f in unit_files(out, units[u])}:
-                artifacts.fsync_folder(folder)
-            done[u] = {
-                "unit": u,
-                "seconds": round(time.monotonic() - began, 4),
-                "sha256": {str(i): h for i, h in result["sha256"].items()},
-            }
-            journal.write(json.dumps(done[u]) + "\n")
-            journal.flush()
-            os.fsync(journal.fileno())
-            bar.add(sum(len(ids) for _, ids in batch))
-            if stopper.code:
-                break
-    bar.close()
+def finish(report, units, lengths, done, shape, settings, out: Path, started: float) -> None:
+    """Write the report and print what a careful person would look up."""
+    from common import hidden_files, journal
 
-
-def generate(llm, batch, **sampling):
-    """One forward pass over the batch: each request makes the one token vLLM insists on."""
-    from vllm import SamplingParams
-
-    return llm.generate(
-        [{"prompt_token_ids": ids} for _, ids in batch],
-        SamplingParams(max_tokens=1, temperature=0, detokenize=False, **sampling),
-        use_tqdm=False,
+    missing, sums = journal.missing_samples(done), journal.checksums(done)
+    kept = {i: lengths[i] for i in sums}
+    tokens, seconds = sum(kept.values()), sum(entry["seconds"] for entry in done.values())
+    planned = sum(hidden_files.file_bytes(n, *shape) for n in kept.values())
+    folders = sorted({hidden_files.hidden_file(out, i).parent for i in kept})
+    size = sum(f.stat().st_size for folder in folders for f in folder.glob("hs_*.safetensors"))
+    if missing:
+        artifacts.write_json(out / journal.LENGTHS, {str(i): n for i, n in kept.items()})
+    counts = {
+        "num_samples": len(kept),
+        "total_tokens": tokens,
+        "forward_passes": len(units),
+        "missing_samples": len(missing),
+    }
+    artifacts.write_json(
+        out / artifacts.REPORT,
+        report(
+            counts,
+            journal.digest(sums),
+            time.monotonic() - started,
+            extract_seconds=round(seconds, 2),
+            missing={str(i): why for i, why in missing.items()},
+            **{k: settings[k] for k in ("layers", "layer_convention", "hidden_size", "dtype")},
+            **{k: counts[k] for k in ("num_samples", "total_tokens")},
+            bytes=size,
+        ),
+    )
+    progress.log(f"  files          {len(kept)} in {len(folders)} folders rows_* of {out}")
+    progress.log(f"  disk           {size / 1e9:.3f} GB, planned {planned / 1e9:.3f}")
+    progress.log(f"  this run       {progress.duration(time.monotonic() - started)} with loading")
+    for index, why in missing.items():
+        progress.log(f"  missing        line {index + 1}: {why}")
+    progress.log(
+        f"extract: {len(kept)} samples, {tokens} tokens in {progress.duration(seconds)}"
+        f" ({tokens / max(seconds, 1e-9):.0f} tok/s), {size / 1e9:.2f} GB in {out}"
+        + (f"; {len(missing)} samples are missing, as allowed" if missing else "")
     )
 
 
-def write(llm, batch, folder: Path, storage_dtype: str) -> dict:
-    """Have rank 0 write the rows of the passes since the last call."""
-    results = llm.collective_rpc("capture_write", args=(batch, str(folder), storage_dtype))
-    result = next(r for r in results if r is not None)
-    if "os_error" in result:
-        raise OSError(*result["os_error"])
-    return result
+def verify(out: Path, folder: Path, started: float) -> None:
+    """--verify: read a finished folder, or all its shards, again."""
+    from common import hidden_folder, samples
 
-
-def run_probe(llm, model, settings, head, by_index, indices, out: Path) -> None:
-    """Check the capture on the beginnings of the first unit's samples, before any data."""
-    from common import selfcheck
-
-    layers, probe = settings["layers"], out / PROBE
-    shutil.rmtree(probe, ignore_errors=True)
-    batch = [(i, by_index[i].input_ids[: selfcheck.PROBE_TOKENS].tolist()) for i in indices]
-    llm.collective_rpc("capture_check_layers", args=(True,))
-    outputs = generate(llm, batch, prompt_logprobs=0)
-    received = next(
-        r for r in llm.collective_rpc("capture_check_layers", args=(False,)) if r is not None
+    found = hidden_folder.open_hidden(out)
+    artifacts.must_match(
+        "prepared data",
+        out,
+        found.inputs.get("prepared"),
+        folder,
+        samples.prepared_identity(folder),
+        "pass the --prepared-data it was made from",
     )
-    result = write(llm, batch, probe, settings["dtype"])
-    if result["bad"]:
-        raise cli.UserError(
-            f"sample {by_index[result['bad'][0]].id!r}: its hidden states hold NaN or Inf; nothing"
-            " was written. Are the verifier's weights right?"
-        )
-    selfcheck.check_received(received, layers, model.num_layers)
-    text = f"layers {layers[:-1]} are what the next layer receives"
-    if head is not None:
-        theirs = {
-            i: [p[t].logprob for t, p in zip(ids[1:], o.prompt_logprobs[1:], strict=True)]
-            for (i, ids), o in zip(batch, outputs, strict=True)
-        }
-        mean, count = selfcheck.check_final_layer(
-            probe, theirs, head["norm"], head["lm_head"], model.rms_norm_eps
-        )
-        text = (
-            f"the final layer reproduces the verifier's log-probabilities (mean |difference|"
-            f" {mean:.2g} over {count} tokens), {text}"
-        )
-    progress.log(f"self-check: {text}")
-
-
-def check_first_unit(out: Path, unit, checked, settings) -> None:
-    """The first batch, once written, must agree with the probe; otherwise it goes again."""
-    from common import selfcheck
-
-    try:
-        dtypes = {settings["dtype"], settings["verifier_dtype"]}
-        median = selfcheck.check_layout(out, out / PROBE, checked, dtypes)
-    except cli.UserError:
-        for path in unit_files(out, unit):
-            path.unlink()
-        raise
-    progress.log(f"self-check: the first batch agrees with the probe (median {median:.1g})")
-
-
-def unit_files(out: Path, unit: list[int]) -> list[Path]:
-    from common.hidden_files import hidden_file
-
-    return [hidden_file(out, i) for i in unit]
-
-
-def read_journal(out: Path, units, lengths, settings, hashes: bool) -> dict[int, dict]:
-    """Units that an earlier run finished: noted in the journal and whole on the disk, where
-    `hashes` says so to the byte."""
-    from common.hidden_files import check_hidden_file, hidden_file
-
-    path = out / JOURNAL
-    done: dict[int, dict] = {}
-    shape = len(settings["layers"]), settings["hidden_size"], settings["dtype"]
-    for line in path.read_bytes().splitlines() if path.exists() else []:
-        try:
-            entry = json.loads(line)
-            float(entry["seconds"])
-            for i in units[entry["unit"]]:
-                path_i, noted = hidden_file(out, i), entry["sha256"][str(i)]
-                check_hidden_file(path_i, lengths[i], *shape)
-                if hashes and artifacts.sha256_file(path_i) != noted:
-                    raise cli.UserError(f"{path_i}: its bytes have changed")
-        except (ValueError, TypeError, KeyError, IndexError):  # the line that a kill cut
-            continue
-        except cli.UserError as e:
-            progress.log(f"extract: {e} (its forward pass runs again)")
-            continue
-        done[entry["unit"]] = entry
-    return done
+    files, tokens, size = hidden_folder.verify_folder(out, folder)
+    seconds = time.monotonic() - started
+    progress.log(
+        f"verify: {files} files, {tokens} tokens, {size / 1e9:.2f} GB in {out} are whole,"
+        f" finite and as prepared; {progress.duration(seconds)} ({size / 1e9 / max(seconds, 1e-9):.2f} GB/s)"
+    )
 
 
 def check_layers(layers: list[int], model) -> list[int]:

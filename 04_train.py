@@ -79,31 +79,31 @@ def main() -> None:
     out = Path(args.output_dir)
 
     # ---------------------------------------------------------------- check
-    from common import draft_shape, hidden_files, samples, verifier, vocab
+    from common import draft_shape, hidden_files, hidden_folder, samples, verifier, vocab
 
     model = verifier.load_verifier(args.model_path)
     prepared = samples.prepared_folder(args.prepared_data)
-    vocab_map, hidden = Path(args.vocab_map), Path(args.hidden_states)
-    artifacts.check_apart(out, prepared, vocab_map, hidden)
+    vocab_map = Path(args.vocab_map)
+    artifacts.check_apart(out, prepared, vocab_map, args.hidden_states)
     d2t, t2d = vocab.load_map(vocab_map, model.vocab_size)
     vocab_report = artifacts.read_report(vocab_map, "vocab")
-    hidden_report = artifacts.read_report(hidden, "extract")
+    hidden = hidden_folder.open_hidden(Path(args.hidden_states))
     inputs = {
         "prepared": samples.prepared_identity(prepared),
         "vocab": vocab_report["content_sha256"],
-        "extract": hidden_report["content_sha256"],
+        "extract": hidden.content_sha256,
         "verifier": verifier.fingerprint(model),
     }
-    check_inputs(inputs, prepared, vocab_map, vocab_report, hidden, hidden_report, args)
-    layers = check_layers(args.layers, model, hidden, hidden_report)
-    count = hidden_report["counts"]["num_samples"]
+    check_inputs(inputs, prepared, vocab_map, vocab_report, hidden, args)
+    layers = check_layers(args.layers, model, hidden)
+    count = max(hidden.lengths) + 1
     count = min(count, args.max_samples or count)
-    data = {s.index: s for s in samples.read_samples(prepared, count, model.vocab_size)}
-    storage = hidden_report["settings"]["dtype"]
+    held_samples = hidden.lengths.keys()  # 03 may have skipped some
+    found = samples.read_samples(prepared, count, model.vocab_size, held_samples)
+    data = {s.index: s for s in found}
     for sample in data.values():
-        path = hidden_files.hidden_file(hidden, sample.index)
         size = len(sample.input_ids)
-        hidden_files.check_hidden_file(path, size, len(layers), model.hidden_size, storage)
+        hidden_files.check_hidden_file(hidden.file(sample.index), size, *hidden.shape)
         if size > min(args.max_batch_tokens, args.max_seq_len):
             raise cli.UserError(
                 f"sample {sample.id!r} has {size} tokens, over --max-batch-tokens"
@@ -286,7 +286,7 @@ def train_draft(run, reader, judge, plan, held, lengths, out: Path) -> tuple[dic
     return heldout, spent
 
 
-def check_inputs(inputs, prepared, vocab_map, vocab_report, hidden, hidden_report, args) -> None:
+def check_inputs(inputs, prepared, vocab_map, vocab_report, hidden, args) -> None:
     """The map and the states must come from this prepared data and this verifier."""
     artifacts.must_match(
         "prepared data",
@@ -298,35 +298,35 @@ def check_inputs(inputs, prepared, vocab_map, vocab_report, hidden, hidden_repor
     )
     artifacts.must_match(
         "prepared data",
-        hidden,
-        hidden_report["inputs"].get("prepared"),
+        hidden.path,
+        hidden.inputs.get("prepared"),
         prepared,
         inputs["prepared"],
         "run 03 on this prepared data, or pass the --hidden-states made from it",
     )
     artifacts.must_match(
         "verifier",
-        hidden,
-        hidden_report["inputs"].get("verifier"),
+        hidden.path,
+        hidden.inputs.get("verifier"),
         Path(args.model_path),
         inputs["verifier"],
         "pass the --model-path that 03 was run with, or run 03 on this one",
     )
 
 
-def check_layers(asked, model, hidden: Path, hidden_report) -> list[int]:
+def check_layers(asked, model, hidden) -> list[int]:
     """The folder's layers, which must be those expected and end with the final one."""
-    held = hidden_report["settings"]["layers"]
+    held = hidden.settings["layers"]
     expected = sorted(asked) if asked else model.default_layers()
     if held != expected:
         raise cli.UserError(
-            f"{hidden}: holds layers {held}, expected {expected}; pass the layers that 03"
+            f"{hidden.path}: holds layers {held}, expected {expected}; pass the layers that 03"
             " captured as --layers here, or run 03 with other ones"
         )
     if held[-1] != model.num_layers - 1 or len(held) != 4:
         raise cli.UserError(
-            f"{hidden}: holds layers {held}; training needs three layers (vLLM feeds a draft of"
-            f" this format three) and the final one, {model.num_layers - 1} (the targets)"
+            f"{hidden.path}: holds layers {held}; training needs three layers (vLLM feeds a draft"
+            f" of this format three) and the final one, {model.num_layers - 1} (the targets)"
         )
     return held
 

@@ -25,6 +25,8 @@ from common.cli import UserError, os_error_text
 FORMAT_VERSION = 1
 REPORT = "data_config.json"
 LOCK = ".lock"
+# What 03 writes before its first report.
+OURS = ("journal.jsonl", "plan.json", "sample_lengths.json")
 _locks: list[IO] = []  # open until the process ends
 
 
@@ -101,7 +103,7 @@ def prepare_output(folder: Path, overwrite: bool) -> None:
         held = [p for p in folder.iterdir() if p.name != LOCK]
         if overwrite and held:
             # what a killed run of ours leaves before its first report is not foreign
-            ours = all(p.name.startswith(".") or p.name == "journal.jsonl" for p in held)
+            ours = all(p.name.startswith(".") or p.name in OURS for p in held)
             if not ours and not (folder / REPORT).exists():
                 raise UserError(
                     f"{folder}: --overwrite would delete a folder that holds no {REPORT} of ours;"
@@ -127,10 +129,15 @@ def check_apart(output: Path, *inputs: str | Path) -> None:
             raise UserError(f"--output-dir {output}: holds the input {path}; choose another folder")
 
 
+def free_space(folder: Path) -> int:
+    """Bytes free on the file system of `folder`, which need not exist yet."""
+    there = next(p for p in [folder, *folder.parents] if p.exists())
+    return shutil.disk_usage(there).free
+
+
 def require_space(folder: Path, needed_bytes: int) -> None:
     """UserError when the file system of `folder` has less free than needed."""
-    there = next(p for p in [folder, *folder.parents] if p.exists())
-    free = shutil.disk_usage(there).free
+    free = free_space(folder)
     if needed_bytes > free:
         raise UserError(
             f"{folder}: needs {needed_bytes / 1e9:.2f} GB, the disk has {free / 1e9:.2f} GB free;"
@@ -254,6 +261,13 @@ def earlier_run(
             " choose another --output-dir, or --overwrite to replace it"
         )
     return "complete" if found.get("status") == "complete" else "in_progress"
+
+
+def held_input(folder: Path, name: str) -> str:
+    """What a folder's report says of one input; "" without a report."""
+    path = folder / REPORT
+    inputs = read_json(path).get("inputs") if path.exists() else None
+    return str(inputs.get(name, "")) if isinstance(inputs, dict) else ""
 
 
 def shorten(value: Any) -> str:

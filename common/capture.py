@@ -6,22 +6,22 @@
 that the embedding sees and the positions that the first layer gets, so nothing depends on
 how a runner (V1 or V2) orders requests. With tensor parallelism all ranks hold the same
 full rows; rank 0 alone captures and writes.
+
+On a GPU a pass costs one addition a layer: the hooks lay the rows out as the files have
+them in one of two buffers on the GPU, and a side stream copies that to the host while the
+next pass fills the other.
 """
 
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
-from common.hidden_files import hidden_file, write_hidden
-
-WRITERS = 4
-
-
-class CaptureError(RuntimeError):
-    """The captured rows are not what was submitted, or the layers could not be found."""
+from common.hidden_files import FP8, quantize_rows
+from common.plan import SLOTS
+from common.writer import CaptureError, Pass, Rows, Writer
 
 
 def find_decoder(model: nn.Module, num_layers: int) -> tuple[nn.Module, nn.ModuleList]:
@@ -50,41 +50,50 @@ def find_decoder(model: nn.Module, num_layers: int) -> tuple[nn.Module, nn.Modul
     )
 
 
-def residual_stream(output: Any) -> torch.Tensor:
-    """Residual stream [N, H] of a layer's output or input pair (hidden, residual).
-
-    The sum is a new tensor: both parts are overwritten in place by the next layer's fused
-    add and norm.
-    """
-    if isinstance(output, torch.Tensor):
-        return output.clone()
-    hidden, residual = output[0], output[1]
-    return hidden.clone() if residual is None else hidden + residual
-
-
 class CaptureMethods:
-    """Worker methods, each called on all ranks by collective_rpc; others than 0 do nothing."""
+    """Worker methods, each called on all ranks by collective_rpc; others than 0 do nothing
+    and return None."""
 
     rank: int  # vLLM's worker has both
     model_runner: Any
 
-    def capture_start(self, layer_ids: list[int], num_layers: int) -> bool:
-        """Hook the layers on rank 0; returns whether this rank captures."""
+    def capture_start(
+        self, layer_ids: list[int], num_layers: int, shape: tuple[int, int], storage_dtype: str
+    ) -> bool | None:
+        """Hook the layers on rank 0 and make the buffers.
+
+        Args:
+            layer_ids: layers captured, 0-based.
+            num_layers: decoder layers of the verifier.
+            shape: (most tokens of one forward pass, hidden size).
+            storage_dtype: dtype of the files.
+        """
         if self.rank != 0:
-            return False
+            return None
         embedding, layers = find_decoder(self.model_runner.get_model(), num_layers)
         self._layer_ids = sorted(layer_ids)
-        self._passes: list[dict] = []  # one a forward pass: ids, positions, layer → rows
+        device = next(embedding.parameters()).device
+        cuda = device.type == "cuda"
+        size = (shape[0], len(layer_ids), shape[1])
+        self._writer = Writer(size, storage_dtype, pin=cuda)
+        # On a CPU the hooks fill the writer's buffers themselves.
+        self._slots = [
+            (Rows.empty(size, storage_dtype, device, False), torch.cuda.Event())
+            for _ in range(SLOTS * cuda)
+        ]
+        self._side = torch.cuda.Stream(device) if cuda else None
+        self._rows: Rows | None = None  # where the present pass goes
+        self._captured: Pass | None = None  # the last pass, not yet submitted
+        self._passes = 0  # since the last submission
         self._received: dict[int, torch.Tensor] | None = None
-        self._pool = ThreadPoolExecutor(WRITERS)
         handles = [
             embedding.register_forward_hook(self._on_embedding),
             layers[0].register_forward_pre_hook(self._on_first_layer, with_kwargs=True),
         ]
-        for i in self._layer_ids:
-            handles.append(layers[i].register_forward_hook(self._on_layer(i)))
+        for column, i in enumerate(self._layer_ids):
+            handles.append(layers[i].register_forward_hook(self._on_layer(column)))
             if i + 1 < num_layers:
-                hook = self._on_next_layer(i)
+                hook = self._on_next_layer(column)
                 handles.append(layers[i + 1].register_forward_pre_hook(hook, with_kwargs=True))
         self._handles = handles
         return True
@@ -92,31 +101,76 @@ class CaptureMethods:
     # ------------------------------------------------------------ hooks
 
     def _on_embedding(self, _module, args, _output) -> None:
-        self._passes.append({"ids": args[0].detach().clone().view(-1), "layers": {}})
+        self._passes += 1
+        self._rows = None
+        if self._passes > 1:  # not as planned: capture_submit reports it
+            return
+        ids_N = args[0].view(-1)
+        self._tokens = len(ids_N)
+        if self._side is None:
+            self._rows = self._writer.take()
+        else:
+            self._slots.reverse()
+            self._rows, copied = self._slots[0]
+            # The copy of two passes ago must have read the slot.
+            torch.cuda.current_stream().wait_event(copied)
+        if self._tokens > len(self._rows.ids_N):
+            raise CaptureError(f"a forward pass of {self._tokens} tokens is over the budget")
+        self._rows.ids_N[: self._tokens].copy_(ids_N)
 
     def _on_first_layer(self, _module, args, kwargs) -> None:
+        if self._rows is None:
+            return
         positions = kwargs["positions"] if "positions" in kwargs else args[0]
         # M-RoPE models pass [3, N]; text has three equal rows.
-        self._passes[-1]["positions"] = positions.detach().clone().view(-1, positions.shape[-1])[0]
+        self._rows.positions_N[: self._tokens].copy_(positions.view(-1, self._tokens)[0])
 
-    def _on_layer(self, i: int):
+    def _on_layer(self, column: int):
         def hook(_module, _args, output) -> None:
-            self._passes[-1]["layers"][i] = residual_stream(output)
+            if self._rows is None:
+                return
+            rows, n = self._rows, self._tokens
+            # The sum is taken now: the next layer's fused add and norm overwrites both parts.
+            hidden_NH, residual_NH = (output, None) if torch.is_tensor(output) else output[:2]
+            stream_NH = hidden_NH if residual_NH is None else hidden_NH + residual_NH
+            largest_N = torch.linalg.vector_norm(stream_NH, float("inf"), dim=-1)
+            rows.finite_NL[:n, column] = torch.isfinite(largest_N)
+            if self._writer.dtype == FP8:
+                stream_NH, scale_N = quantize_rows(stream_NH, largest_N)
+                rows.scale_NL[:n, column] = scale_N
+            rows.states_NLH[:n, column].copy_(stream_NH)
+            if column + 1 == len(self._layer_ids):
+                self._captured = self._copy_to_host(rows, n)
 
         return hook
 
-    def _on_next_layer(self, i: int):
-        """Note what layer i + 1 receives, while the self-check asks for it."""
+    def _copy_to_host(self, rows: Rows, n: int) -> Pass:
+        """Start the copy of a pass's rows to the host, beside whatever the GPU does next."""
+        if self._side is None:
+            return Pass(rows, n, None)
+        host = self._writer.take()  # waits when the writers are behind by the whole ring
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
+            for there, here in zip(host.tensors(), rows.tensors(), strict=True):
+                there[:n].copy_(here[:n], non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record()
+        self._slots[0] = (rows, copied)
+        return Pass(host, n, copied)
+
+    def _on_next_layer(self, column: int):
+        """Note what the layer after a captured one receives, while the self-check asks for it."""
 
         def hook(_module, args, kwargs) -> None:
-            if self._received is None:
+            if self._received is None or self._rows is None:
                 return
-            mine = self._passes[-1]["layers"][i].double()
+            mine = self._rows.states_NLH[: self._tokens, column].double()
             values = [*args, *kwargs.values()]  # positions, hidden, residual
             parts = [v for v in values if isinstance(v, torch.Tensor) and v.shape == mine.shape]
             received = parts[0] if len(parts) == 1 else parts[0] + parts[1]
             error = (received.double() - mine).norm() / mine.norm().clamp_min(1e-30)
-            self._received[i] = torch.maximum(self._received.get(i, error), error)
+            layer = self._layer_ids[column]
+            self._received[layer] = torch.maximum(self._received.get(layer, error), error)
 
         return hook
 
@@ -128,91 +182,55 @@ class CaptureMethods:
         if self.rank != 0:
             return None
         found, self._received = self._received, {} if on else None
-        return None if on else {i: float(e) for i, e in (found or {}).items()}
+        return {} if on else {i: float(e) for i, e in (found or {}).items()}
 
-    def capture_write(
-        self, samples: list[tuple[int, list[int]]], folder: str, storage_dtype: str
+    def capture_submit(
+        self, unit: int, samples: list[tuple[int, np.ndarray]], folder: str
     ) -> dict | None:
-        """Write the rows of the passes since the last call, a sample a file.
+        """Have the rows of the pass since the last call written, a sample a file.
 
         Args:
+            unit: number of the planned pass, handed back with its result.
             samples: (index, token ids) of every sample submitted since the last call.
             folder: hidden-states folder; the file names follow from the index.
-            storage_dtype: dtype of the files.
 
         Returns:
-            {"passes": forward passes run, "sha256": {index: hash of its file},
-            "bad": indices with NaN or Inf, not written}, or {"os_error": (errno, text, file)}.
+            {"passes": forward passes run, "finished": results}. Unless it was one pass, nothing
+            is written. A result, of this or an earlier unit whose files are all on the disk:
+            {"unit", "checksums": {index: xxh3_128 of its file}, "bad": indices with NaN or
+            Inf, not written, "os_error": None or (errno, text, file)}.
         """
         if self.rank != 0:
             return None
-        passes, self._passes = self._passes, []
-        rows = match_rows(passes, samples)
-        dtype = getattr(torch, storage_dtype)
-        stacked = [
-            torch.stack([p["layers"][i] for i in self._layer_ids], dim=1).to("cpu", dtype)
-            for p in passes
-        ]  # a pass: [N, L, H]
-        # The writers' threads run no tensor operations: on a CPU each would start threads of
-        # its own and slow the others down.
-        finite = [torch.isfinite(x_NLH).flatten(1).all(1) for x_NLH in stacked]
-        futures, bad = {}, []
-        for index, ids in samples:
-            number, start = rows[index]
-            span = slice(start, start + len(ids))
-            if not bool(finite[number][span].all()):
-                bad.append(index)
-                continue
-            tokens = torch.tensor(ids, dtype=torch.int64)
-            path = hidden_file(Path(folder), index)
-            futures[index] = self._pool.submit(write_hidden, path, stacked[number][span], tokens)
-        hashes: dict[int, str] = {}
-        for index, future in futures.items():
-            try:
-                hashes[index] = future.result()
-            except OSError as e:  # a full disk; exceptions lose their type on the way to rank 0
-                return {"os_error": (e.errno, e.strerror, str(e.filename or folder))}
-        return {"passes": len(passes), "sha256": hashes, "bad": bad}
+        passes, captured = self._passes, self._captured
+        self._passes, self._captured, self._rows = 0, None, None
+        if passes == 1 and captured is not None:
+            self._writer.submit(unit, captured, samples, Path(folder))
+        elif captured is not None:
+            self._writer.give_back(captured.rows)
+        return {"passes": passes, "finished": self._writer.finished()}
 
-    def capture_stop(self) -> None:
-        """Remove the hooks and end the writers."""
-        if self.rank == 0:
-            for handle in self._handles:
-                handle.remove()
-            self._pool.shutdown()
+    def capture_finish(self) -> list[dict] | None:
+        """Wait for the writers; returns the results left."""
+        return self._writer.finished(wait=True) if self.rank == 0 else None
 
+    def capture_drop(self) -> list[dict] | None:
+        """Forget the rows of a pass that failed; waits for the writers, returns their results."""
+        if self.rank != 0:
+            return None
+        if self._captured is not None:
+            self._writer.give_back(self._captured.rows)
+        elif self._side is None and self._rows is not None:
+            self._writer.give_back(self._rows)
+        self._rows, self._captured, self._passes = None, None, 0
+        return self._writer.finished(wait=True)
 
-def match_rows(
-    passes: list[dict], samples: list[tuple[int, list[int]]]
-) -> dict[int, tuple[int, int]]:
-    """Find each sample's rows: index → (forward pass, first row).
-
-    A sample runs whole in one pass (the token budget is at least its length), so a run of
-    rows at positions 0, 1, 2... whose ids are the sample's is the sample. Samples with
-    equal ids take equal runs in order.
-    """
-    waiting: dict[bytes, list[int]] = {}
-    lengths: dict[int, int] = {}
-    for index, ids in samples:
-        waiting.setdefault(key_of(torch.tensor(ids)), []).append(index)
-        lengths[index] = len(ids)
-    found: dict[int, tuple[int, int]] = {}
-    for number, one in enumerate(passes):
-        starts = (one["positions"] == 0).nonzero().view(-1).tolist()
-        ids = one["ids"].cpu()
-        for start, end in zip(starts, [*starts[1:], len(ids)], strict=True):
-            indices = waiting.get(key_of(ids[start:end]))
-            if indices:
-                found[indices.pop(0)] = (number, start)
-    missing = [i for i, _ in samples if i not in found]
-    if missing:
-        raise CaptureError(
-            f"sample {missing[0]} (and {len(missing) - 1} more of {len(samples)}) was not among the"
-            f" rows of {len(passes)} forward passes of {[len(p['ids']) for p in passes]} tokens;"
-            " was it cut into chunks?"
-        )
-    return found
-
-
-def key_of(ids: torch.Tensor) -> bytes:
-    return ids.to(torch.int64).contiguous().numpy().tobytes()
+    def capture_stop(self) -> bool | None:
+        """Remove the hooks, end the writers and free the buffers."""
+        if self.rank != 0:
+            return None
+        for handle in self._handles:
+            handle.remove()
+        self._writer.close()
+        self._rows, self._captured, self._slots = None, None, []
+        return True

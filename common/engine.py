@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.cli import UserError
-from common.plan import MAX_SAMPLES_A_PASS
-from common.progress import heartbeat
+from common.cli import UserError, finish, report_error
+from common.plan import MAX_SAMPLES_A_PASS, PASSES_IN_FLIGHT
+from common.preflight import cpu_vllm
+from common.progress import duration, heartbeat
 from common.verifier import Verifier
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 ROOT = str(Path(__file__).resolve().parent.parent)
 CPU_KV_CACHE_GIB = "2"
+LOAD_TIMEOUT = 7200.0  # seconds; a 1T model takes 22 minutes
 
 
 def prepare_environment(tp_size: int) -> None:
@@ -108,10 +110,14 @@ def capture_engine_args(
         "dtype": dtype,
         "max_model_len": longest,
         "max_num_batched_tokens": max(max_batch_tokens, longest),
-        "max_num_seqs": min(batch_size, MAX_SAMPLES_A_PASS, max_batch_tokens),
+        "max_num_seqs": min(
+            min(batch_size, MAX_SAMPLES_A_PASS) * PASSES_IN_FLIGHT, max(max_batch_tokens, longest)
+        ),
         "gpu_memory_utilization": gpu_memory_utilization,
         "trust_remote_code": trust_remote_code,
-        "async_scheduling": False,
+        # A pass is launched while the one before computes (common/extraction.py, Passes); vLLM
+        # has no such queue on CPUs.
+        "async_scheduling": not cpu_vllm(),
     }
 
 
@@ -130,7 +136,8 @@ CAPTURE_ARGS = {
     "worker_extension_cls": None,
     "async_scheduling": None,
     "skip_tokenizer_init": None,
-    "pipeline_parallel_size": None,
+    # The layers of a pass would lie on several ranks, one of which captures.
+    "pipeline_parallel_size": "--tp-size (or --num-shards)",
 }
 
 
@@ -144,9 +151,11 @@ def check_engine_args(extra: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def running(args: dict[str, Any], extra: dict[str, Any], what: str) -> "Iterator[LLM]":
+def running(
+    args: dict[str, Any], extra: dict[str, Any], what: str, timeout: float = LOAD_TIMEOUT
+) -> "Iterator[LLM]":
     """A vLLM engine, ended on every way out, before the last line is printed."""
-    llm = start_engine(args, extra, what)
+    llm = start_engine(args, extra, what, timeout)
     try:
         llm.collective_rpc("ignore_signals")
         yield llm
@@ -155,9 +164,24 @@ def running(args: dict[str, Any], extra: dict[str, Any], what: str) -> "Iterator
         stop_engine(llm)
 
 
-def start_engine(args: dict[str, Any], extra: dict[str, Any], what: str = "vLLM") -> "LLM":
-    """Build vllm.LLM; UserError with vLLM's own reason when it does not come up."""
-    with heartbeat(f"{what}: loading {args['model']} in vLLM"):
+def start_engine(
+    args: dict[str, Any], extra: dict[str, Any], what: str = "vLLM", timeout: float = LOAD_TIMEOUT
+) -> "LLM":
+    """Build vllm.LLM; UserError with vLLM's own reason when it does not come up.
+
+    After `timeout` seconds the process ends with status 1: nothing can interrupt a load that
+    hangs in a library.
+    """
+
+    def give_up() -> None:
+        report_error(
+            f"vLLM did not come up on {args['model']} within {duration(timeout)}; see the log above"
+            " (VLLM_LOGGING_LEVEL=INFO shows more), or raise --load-timeout"
+        )
+        end_workers()
+        finish(1)
+
+    with heartbeat(f"{what}: loading {args['model']} in vLLM", timeout, give_up):
         from vllm import LLM
 
         try:
@@ -178,17 +202,29 @@ def stop_engine(llm: "LLM") -> None:
     gc.collect()
 
 
+def end_workers() -> None:
+    """Kill the processes that this one has started, and theirs."""
+    import psutil
+
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
 def require_kv_cache(llm: "LLM", units: list[list[int]], lengths: dict[int, int]) -> None:
-    """UserError unless the KV cache holds every unit at once, so that each runs as one step."""
+    """UserError unless the KV cache holds the passes in vLLM's queue at once, so that each runs
+    as one step."""
     cache = llm.llm_engine.vllm_config.cache_config
     size, blocks = int(cache.block_size or 0), int(cache.num_gpu_blocks or 0)
     if not size or not blocks:
         return
     # a sample and the one token it must generate, in whole blocks; one block is vLLM's own
-    needed = max(sum(-(-(lengths[i] + 1) // size) for i in unit) for unit in units) + 1
+    largest = max(sum(-(-(lengths[i] + 1) // size) for i in unit) for unit in units)
+    queue = PASSES_IN_FLIGHT if llm.llm_engine.vllm_config.scheduler_config.async_scheduling else 1
+    needed = largest * queue + 1
     if needed > blocks:
         raise UserError(
-            f"vLLM's KV cache holds {blocks * size} tokens, one forward pass needs {needed * size};"
-            " raise --gpu-memory-utilization (on a CPU VLLM_CPU_KVCACHE_SPACE, in GiB) or lower"
+            f"vLLM's KV cache holds {blocks * size} tokens, {queue} forward passes need"
+            f" {needed * size}; raise --gpu-memory-utilization (on a CPU VLLM_CPU_KVCACHE_SPACE, in GiB) or lower"
             " --max-batch-tokens"
         )

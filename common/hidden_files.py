@@ -2,14 +2,22 @@
 
 <hidden_states>/rows_<first>-<last>/hs_<index>.safetensors, one a sample:
 
-    hidden_states  [T, len(layers), H]  residual stream after each layer, layers ascending;
-                                        the last is the final layer before the final norm
-    token_ids      int64 [T]
+    hidden_states        [T, len(layers), H]  residual stream after each layer, layers
+                                              ascending; the last is the final layer before
+                                              the final norm
+    hidden_states_scale  float32 [T, len(layers)]  of float8_e4m3fn files only: the stream is
+                                              hidden_states * hidden_states_scale
+    token_ids            int64 [T]
+
+A folder holds either those files, or shard folders `shard-<i>-of-<n>` that hold them.
 """
 
-import hashlib
+import json
+import struct
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import xxhash
 
 from common.artifacts import atomic_file
 from common.cli import UserError
@@ -19,8 +27,10 @@ if TYPE_CHECKING:
     import torch
 
 ROWS_A_FOLDER = 1000
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+FP8 = "float8_e4m3fn"
+FP8_MAX = 448.0
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, FP8: 1}
+SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", FP8: "F8_E4M3"}
 
 
 def hidden_file(folder: Path, index: int) -> Path:
@@ -30,19 +40,86 @@ def hidden_file(folder: Path, index: int) -> Path:
 
 
 def bytes_a_token(num_layers: int, hidden_size: int, dtype: str) -> int:
-    """Bytes on disk of one token: its states and its id (57,352 for Kimi-K2.5 in bf16)."""
-    return num_layers * hidden_size * DTYPE_BYTES[dtype] + 8
+    """Bytes on disk of one token: its states, their scales and its id (Kimi-K2.5: 57,352 in
+    bfloat16, 28,696 in float8)."""
+    scales = 4 * num_layers if dtype == FP8 else 0
+    return num_layers * hidden_size * DTYPE_BYTES[dtype] + scales + 8
 
 
-def write_hidden(path: Path, hidden_TLH: "torch.Tensor", token_ids_T: "torch.Tensor") -> str:
-    """Write one sample's file, whole or not at all; returns the sha256 of its bytes."""
-    from safetensors.torch import save
+# ---------------------------------------------------------------- writing
 
-    data = save({"hidden_states": hidden_TLH.contiguous(), "token_ids": token_ids_T.contiguous()})
+
+def file_header(tokens: int, num_layers: int, hidden_size: int, dtype: str) -> bytes:
+    """What a safetensors file begins with: its length, the JSON of its tensors, padding.
+
+    Tensors lie in the order that the safetensors library gives them (widest dtype first).
+    Source: the format's description, https://github.com/huggingface/safetensors.
+    """
+    tensors = [("token_ids", "I64", [tokens], 8 * tokens)]
+    if dtype == FP8:
+        scales = ("hidden_states_scale", "F32", [tokens, num_layers], 4 * tokens * num_layers)
+        tensors.append(scales)
+    size = tokens * num_layers * hidden_size * DTYPE_BYTES[dtype]
+    shape = [tokens, num_layers, hidden_size]
+    tensors.append(("hidden_states", SAFETENSORS_DTYPES[dtype], shape, size))
+    described, offset = {}, 0
+    for name, kind, shape, size in tensors:
+        described[name] = {"dtype": kind, "shape": shape, "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(described, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def file_bytes(tokens: int, num_layers: int, hidden_size: int, dtype: str) -> int:
+    """Size of a sample's file."""
+    header = len(file_header(tokens, num_layers, hidden_size, dtype))
+    return header + tokens * bytes_a_token(num_layers, hidden_size, dtype)
+
+
+def write_parts(path: Path, parts: "list[memoryview]") -> str:
+    """Write a file from its parts, whole or not at all; returns the xxh3_128 of its bytes.
+
+    Runs no tensor operations and lets go of the interpreter while it hashes and writes, so
+    that many threads can run it beside the forward passes.
+    """
+    checksum = xxhash.xxh3_128()
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as f:
-        f.write(data)
-    return hashlib.sha256(data).hexdigest()
+        for part in parts:
+            checksum.update(part)
+            f.write(part)
+    return checksum.hexdigest()
+
+
+def file_checksum(path: Path) -> str:
+    """xxh3_128 of a file's bytes."""
+    checksum = xxhash.xxh3_128()
+    with open(path, "rb") as f:
+        while chunk := f.read(1 << 24):
+            checksum.update(chunk)
+    return checksum.hexdigest()
+
+
+def quantize_rows(
+    rows_NH: "torch.Tensor", largest_N: "torch.Tensor"
+) -> "tuple[torch.Tensor, torch.Tensor]":
+    """Quantize rows to float8_e4m3fn with one scale a row.
+
+    Args:
+        rows_NH: rows of the residual stream.
+        largest_N: largest |value| of each row.
+
+    Returns:
+        (float8 rows [N, H], float32 scales [N]) with rows = float8 * scale.
+    """
+    import torch
+
+    scale_N = (largest_N.float() / FP8_MAX).clamp_min(1e-30)
+    return (rows_NH.float() / scale_N[:, None]).to(torch.float8_e4m3fn), scale_N
+
+
+# ---------------------------------------------------------------- reading
 
 
 def check_hidden_file(
@@ -52,10 +129,12 @@ def check_hidden_file(
     if not path.is_file():
         raise UserError(f"{path}: missing; run 03 again, it makes what is missing")
     header = safetensors_header(path)
-    want = {
+    want: dict[str, tuple[list[int], str]] = {
         "hidden_states": ([tokens, num_layers, hidden_size], SAFETENSORS_DTYPES[dtype]),
         "token_ids": ([tokens], "I64"),
     }
+    if dtype == FP8:
+        want["hidden_states_scale"] = ([tokens, num_layers], "F32")
     for name, (shape, kind) in want.items():
         found = header.get(name, {})
         if (found.get("shape"), found.get("dtype")) != (shape, kind):
@@ -66,8 +145,14 @@ def check_hidden_file(
 
 
 def read_hidden(path: Path) -> "tuple[torch.Tensor, torch.Tensor]":
-    """Return (hidden_states [T, L, H], token_ids [T]) of one sample's file."""
+    """Return (hidden_states [T, L, H], token_ids [T]) of one sample's file; the states as
+    stored, of float8 files as bfloat16."""
+    import torch
     from safetensors.torch import load_file
 
     tensors = load_file(path)
-    return tensors["hidden_states"], tensors["token_ids"]
+    states_TLH = tensors["hidden_states"]
+    if "hidden_states_scale" in tensors:
+        scale_TL = tensors["hidden_states_scale"]
+        states_TLH = (states_TLH.float() * scale_TL[:, :, None]).to(torch.bfloat16)
+    return states_TLH, tensors["token_ids"]

@@ -3,13 +3,13 @@
 import hashlib
 import random
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from common.cli import UserError
 from common.eagle3 import PackedRow
-from common.hidden_files import hidden_file, read_hidden
+from common.hidden_files import read_hidden
+from common.hidden_folder import HiddenFolder
 from common.loss_table import loss_table, needed_columns
 from common.samples import Sample
 
@@ -67,7 +67,7 @@ class RowReader:
     `fill_to`: the budget, whose next multiple of FILL rows are filled up to (0: not).
     """
 
-    folder: Path
+    hidden: HiddenFolder
     samples: dict[int, Sample]
     depths: int
     rule: str
@@ -75,7 +75,7 @@ class RowReader:
 
     def read(self, indices: list[int]) -> PackedRow:
         """Read samples into a row on the CPU."""
-        files = [hidden_file(self.folder, i) for i in indices]
+        files = [self.hidden.file(i) for i in indices]
         hidden, stored = map(list, zip(*(read_hidden(f) for f in files), strict=True))
         ids = [torch.from_numpy(self.samples[i].input_ids).long() for i in indices]
         for path, mine, theirs in zip(files, ids, stored, strict=True):

@@ -1,10 +1,18 @@
 """Plan of forward passes: which samples share one, made from the data alone."""
 
 import bisect
+import heapq
 
 # vLLM's start-up profiling runs a sampler on max_num_seqs rows of the whole vocabulary:
-# 2000 rows x 163840 float32 and a sort are 7 GB. 256 rows cost under 1 GB.
-MAX_SAMPLES_A_PASS = 256
+# 2000 rows x 163840 float32 and a sort are 7 GB, 256 rows under 1 GB. Two passes are in
+# vLLM's queue at a time, so one gets half of 256.
+PASSES_IN_FLIGHT = 2
+MAX_SAMPLES_A_PASS = 256 // PASSES_IN_FLIGHT
+
+# Buffers of one pass's rows: on the GPU (one is filled while the other is copied out), and on
+# the host (how far the writers may fall behind).
+SLOTS = 2
+RING = 4
 
 
 def plan_units(
@@ -38,3 +46,22 @@ def plan_units(
         if room > 0 and len(units[unit]) < max_samples:
             bisect.insort(open_units, (room, unit))
     return units
+
+
+def deal_units(
+    units: list[list[int]], lengths: dict[int, int], num_shards: int, shard: int
+) -> list[list[int]]:
+    """The passes of one shard of `num_shards`: whole passes, dealt by their tokens.
+
+    Largest first to the shard with the fewest tokens, so that shards differ by one pass at
+    most. A pass is the same in whichever shard it runs, and so are its files.
+    """
+    tokens = [sum(lengths[i] for i in unit) for unit in units]
+    loads = [(0, n) for n in range(num_shards)]
+    mine = []
+    for u in sorted(range(len(units)), key=lambda u: (-tokens[u], u)):
+        load, least = heapq.heappop(loads)
+        heapq.heappush(loads, (load + tokens[u], least))
+        if least == shard:
+            mine.append(u)
+    return [units[u] for u in sorted(mine)]

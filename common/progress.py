@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 LOG_EVERY_SECONDS = 10.0
 
@@ -102,14 +102,18 @@ class Progress:
 
 
 @contextlib.contextmanager
-def heartbeat(text: str) -> Iterator[None]:
-    """Say that something long has begun, and every minute that it still goes on."""
+def heartbeat(text: str, limit: float, too_long: Callable[[], None]) -> Iterator[None]:
+    """Say that something long has begun, and every minute that it still goes on; call
+    `too_long`, from another thread, if it lasts over `limit` seconds."""
     log(f"{text} ...")
     started = time.monotonic()
     ended = threading.Event()
 
     def beat() -> None:
-        while not ended.wait(60):
+        while not ended.wait(min(60, max(0.0, started + limit - time.monotonic()))):
+            if time.monotonic() - started >= limit:
+                too_long()
+                return
             log(f"{text}: {duration(time.monotonic() - started)} so far")
 
     thread = threading.Thread(target=beat, daemon=True)

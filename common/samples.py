@@ -4,7 +4,7 @@ A line a sample: {"id": str, "input_ids": [int...], "loss_mask": [0|1...]}, equa
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,9 +84,13 @@ def whole_numbers(values: list, where: str) -> np.ndarray:
 
 
 def read_samples(
-    folder: Path, max_samples: int | None = None, vocab_size: int | None = None
+    folder: Path,
+    max_samples: int | None = None,
+    vocab_size: int | None = None,
+    only: Container[int] | None = None,
 ) -> Iterator[Sample]:
-    """Yield the samples of a prepared folder; UserError naming file and line."""
+    """Yield the samples of a prepared folder, or those of the indices `only`; UserError naming
+    file and line."""
     path = folder / FILE
     if not path.is_file():
         raise UserError(f"{path}: no such file; run 01_prepare_data.py first")
@@ -95,6 +99,9 @@ def read_samples(
         for number, line in enumerate(f, 1):
             if max_samples is not None and n >= max_samples:
                 return
+            if only is not None and number - 1 not in only:
+                n += 1
+                continue
             where = f"{path}:{number}"
             try:
                 row = json.loads(line)

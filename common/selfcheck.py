@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from common.cli import UserError
 from common.eagle3 import rms_norm
-from common.hidden_files import hidden_file, read_hidden
+from common.hidden_files import FP8, hidden_file, read_hidden
 
 # Prompt log-probabilities build [T, V] logits that vLLM's memory profiling does not count.
 PROBE_TOKENS = 256
@@ -23,8 +23,9 @@ PROBE_SAMPLES = 4
 # bfloat16; states of the layer before give 3.8.
 LOGPROB_GATE = 0.1
 # Relative difference of a token's rows between two batch layouts, the median over tokens
-# (a mixture of experts sends a few tokens elsewhere in bfloat16).
-LAYOUT_GATE = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 2e-2}
+# (a mixture of experts sends a few tokens elsewhere in bfloat16). float8 alone moves a row by
+# 2.6 %.
+LAYOUT_GATE = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 2e-2, FP8: 6e-2}
 
 
 def next_token_logprobs(

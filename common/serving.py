@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.artifacts import must_match, read_json, read_report
+from common.artifacts import must_match, read_json
 from common.cli import UserError
 from common.export import serving_layer_ids
 from common.progress import Progress
@@ -157,30 +157,29 @@ def stored_sample(
     UserError, before anything is loaded, when the folder is not of this verifier or the
     draft asks for other layers.
     """
-    from common.hidden_files import hidden_file, read_hidden
+    from common.hidden_files import read_hidden
+    from common.hidden_folder import open_hidden
 
-    report = read_report(folder, "extract")
+    hidden = open_hidden(folder)
     must_match(
         "verifier",
         folder,
-        report["inputs"].get("verifier"),
+        hidden.inputs.get("verifier"),
         Path(verifier.path),
         fingerprint(verifier),
         "pass the --hidden-states that the draft was trained on",
     )
     ids = read_json(draft / "config.json")["eagle_aux_hidden_state_layer_ids"]
-    aux = report["settings"]["layers"][:-1]
+    aux = hidden.settings["layers"][:-1]
     if ids != serving_layer_ids(aux):
         raise UserError(
             f"{draft}/config.json: asks for ids {ids}; {folder} holds layers {aux}, served as"
             f" {serving_layer_ids(aux)}"
         )
-    lengths = read_json(folder / "sample_lengths.json")
-    fitting = (i for i, n in lengths.items() if isinstance(n, int) and 16 <= n < max_seq_len)
-    index = next((int(i) for i in fitting), None)
+    index = next((i for i, n in hidden.lengths.items() if 16 <= n < max_seq_len), None)
     if index is None:
         raise UserError(f"{folder}: no sample of 16 to {max_seq_len} tokens to check with")
-    hidden_TLH, ids_T = read_hidden(hidden_file(folder, index))
+    hidden_TLH, ids_T = read_hidden(hidden.file(index))
     return ids_T.tolist(), hidden_TLH[:, :-1].float()
 
 

@@ -2,17 +2,19 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common import engine
-from common.capture import CaptureError, find_decoder, match_rows
+from common import engine, extraction
+from common.capture import CaptureError, find_decoder
 from common.cli import UserError
-from common.hidden_files import hidden_file, read_hidden
+from common.hidden_files import file_checksum, hidden_file, read_hidden
 from common.selfcheck import check_final_layer, check_received
 from common.verifier import load_verifier, read_tensors
+from common.writer import match_rows
 
 LAYERS = [2, 15, 27, 29]
 TEXTS = [
@@ -27,39 +29,36 @@ TEXTS = [
 @pytest.fixture(scope="module")
 def captured(smollm2, tokenizer, tmp_path_factory):
     """States of TEXTS by real vLLM in float32: {"together": folder, "alone": folder} and more."""
-    from vllm import SamplingParams
-
     model = load_verifier(str(smollm2))
-    samples = [(i, tokenizer.encode(t)) for i, t in enumerate(TEXTS)]
+    samples = [(i, np.array(tokenizer.encode(t), np.int32)) for i, t in enumerate(TEXTS)]
     args = engine.capture_engine_args(
         model,
         tp_size=1,
         max_seq_len=512,
         max_batch_tokens=1024,
-        batch_size=256,
+        batch_size=128,
         dtype="float32",
         gpu_memory_utilization=0.5,
         trust_remote_code=False,
     )
     llm: Any = engine.start_engine(args, {})
     llm.collective_rpc("ignore_signals")
-    llm.collective_rpc("capture_start", args=(LAYERS, model.num_layers))
+    shape = (1024, model.hidden_size)
+    extraction.rank0(llm, "capture_start", LAYERS, model.num_layers, shape, "float32")
 
     def run(batch, folder, **more):
-        outputs = llm.generate(
-            [{"prompt_token_ids": ids} for _, ids in batch],
-            SamplingParams(max_tokens=1, temperature=0, detokenize=False, **more),
-            use_tqdm=False,
-        )
-        written = llm.collective_rpc("capture_write", args=(batch, str(folder), "float32"))[0]
-        assert written["passes"] == 1
-        assert written["bad"] == []
+        outputs = extraction.forward(llm, batch, **more)
+        answer = extraction.rank0(llm, "capture_submit", 0, batch, str(folder))
+        assert answer["passes"] == 1
+        (result,) = answer["finished"] + extraction.rank0(llm, "capture_finish")
+        assert result["bad"] == []
+        assert result["checksums"] == {i: file_checksum(hidden_file(folder, i)) for i, _ in batch}
         return outputs
 
     folder = tmp_path_factory.mktemp("captured")
-    llm.collective_rpc("capture_check_layers", args=(True,))
+    extraction.rank0(llm, "capture_check_layers", True)
     outputs = run(samples[:4], folder / "together", prompt_logprobs=0)
-    received = llm.collective_rpc("capture_check_layers", args=(False,))[0]
+    received = extraction.rank0(llm, "capture_check_layers", False)
     run(samples[4:], folder / "together")
     for one in samples:
         run([one], folder / "alone")
@@ -67,7 +66,7 @@ def captured(smollm2, tokenizer, tmp_path_factory):
     llm.collective_rpc("capture_stop")
     engine.stop_engine(llm)
     logprobs = {
-        i: [p[t].logprob for t, p in zip(ids[1:], o.prompt_logprobs[1:], strict=True)]
+        i: [p[t].logprob for t, p in zip(ids.tolist()[1:], o.prompt_logprobs[1:], strict=True)]
         for (i, ids), o in zip(samples[:4], outputs, strict=True)
     }
     return {"folder": folder, "samples": samples, "received": received, "logprobs": logprobs,
@@ -86,9 +85,9 @@ def test_states_equal_transformers(captured, smollm2, layout):
     )
     for index, ids in captured["samples"][: 4 if layout == "reversed" else 5]:
         hidden_TLH, ids_T = read_hidden(hidden_file(captured["folder"] / layout, index))
-        assert ids_T.tolist() == ids
+        assert ids_T.tolist() == ids.tolist()
         with torch.no_grad():
-            states = reference(torch.tensor([ids]), output_hidden_states=True).hidden_states
+            states = reference(ids_T[None], output_hidden_states=True).hidden_states
         want = [states[i + 1][0] for i in LAYERS[:-1]] + [last[-1].view(len(ids), -1)]
         for n, layer in enumerate(LAYERS):
             error = (hidden_TLH[:, n] - want[n]).norm() / want[n].norm()
@@ -102,8 +101,6 @@ def test_layers_are_what_the_next_receives(captured):
 
 
 def test_final_layer_reproduces_the_logprobs_and_the_one_before_does_not(captured, tmp_path):
-    from common.hidden_files import write_hidden
-
     tensors = read_tensors(captured["model"], ("norm", "lm_head"))
     eps = captured["model"].rms_norm_eps
     norm, head = tensors["norm"].float(), tensors["lm_head"].float()
@@ -114,43 +111,44 @@ def test_final_layer_reproduces_the_logprobs_and_the_one_before_does_not(capture
     assert count == sum(len(ids) - 1 for _, ids in captured["samples"][:4])
     for index, _ in captured["samples"][:4]:
         hidden_TLH, ids_T = read_hidden(hidden_file(captured["folder"] / "together", index))
-        write_hidden(hidden_file(tmp_path, index), hidden_TLH[:, :-1], ids_T)  # ends at layer 27
+        write_sample(tmp_path, index, hidden_TLH[:, :-1], ids_T)  # ends at layer 27
     with pytest.raises(UserError, match="does not reproduce the verifier's log-probabilities"):
         check_final_layer(tmp_path, captured["logprobs"], norm, head, eps)
 
 
-def one_pass(samples, order):
-    """A forward pass holding the samples in that order, as hooks would note it."""
-    ids = torch.tensor([t for n in order for t in samples[n][1]])
-    positions = torch.cat([torch.arange(len(samples[n][1])) for n in order])
-    return {"ids": ids, "positions": positions, "layers": {}}
+def write_sample(folder, index, hidden_TLH, ids_T):
+    """Write a file as the writer does, from tensors."""
+    from common.writer import Rows, write_rows
+
+    dtype = str(hidden_TLH.dtype).removeprefix("torch.")
+    rows = Rows.empty(tuple(hidden_TLH.shape), dtype, torch.device("cpu"), False)
+    rows.states_NLH.copy_(hidden_TLH)
+    write_rows(hidden_file(folder, index), rows, slice(0, len(ids_T)), ids_T.numpy())
 
 
 @given(
     st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=5), min_size=1, max_size=8),
     st.randoms(use_true_random=False),
-    st.integers(1, 3),
 )
-def test_rows_are_found_whatever_the_order_and_grouping(ids, rng, groups):
+def test_rows_are_found_whatever_the_order(ids, rng):
     """Also with equal samples: each row run goes to one sample of those ids."""
-    samples = list(enumerate(ids))
-    order = list(range(len(ids)))
+    samples = [(i, np.array(x, np.int32)) for i, x in enumerate(ids)]
+    order = list(samples)
     rng.shuffle(order)
-    parts = [order[g::groups] for g in range(groups)]
-    passes = [one_pass(samples, p) for p in parts if p]
-    found = match_rows(passes, samples)
+    ids_N = np.concatenate([x for _, x in order])
+    positions_N = np.concatenate([np.arange(len(x)) for _, x in order])
+    found = match_rows(ids_N, positions_N, samples)
     assert len({*found.values()}) == len(samples)
     for index, tokens in samples:
-        number, start = found[index]
-        assert passes[number]["ids"][start : start + len(tokens)].tolist() == tokens
-        assert passes[number]["positions"][start] == 0
+        start = found[index]
+        assert ids_N[start : start + len(tokens)].tolist() == tokens.tolist()
+        assert positions_N[start] == 0
 
 
 def test_a_missing_or_cut_sample_is_an_error():
-    samples = [(0, [5, 6, 7]), (9, [8, 8])]
-    cut = {"ids": torch.tensor([5, 6]), "positions": torch.tensor([0, 1]), "layers": {}}
+    samples = [(0, np.array([5, 6, 7])), (9, np.array([8, 8]))]
     with pytest.raises(CaptureError, match=r"sample 0 .*cut into chunks"):
-        match_rows([cut], samples)
+        match_rows(np.array([5, 6]), np.array([0, 1]), samples)
 
 
 def test_unknown_model_lists_its_modules():

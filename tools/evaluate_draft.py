@@ -49,7 +49,7 @@ def main() -> None:
     out = Path(args.output_dir)
 
     # ---------------------------------------------------------------- check
-    from common import chat, prompts, rows, serving, verifier
+    from common import chat, hidden_folder, prompts, rows, serving, verifier
 
     model = verifier.load_verifier(args.model_path)
     draft = Path(args.draft)
@@ -74,7 +74,7 @@ def main() -> None:
     stored = None
     if args.hidden_states:
         folder = Path(args.hidden_states)
-        inputs["extract"] = artifacts.read_report(folder, "extract")["content_sha256"]
+        inputs["extract"] = hidden_folder.open_hidden(folder).content_sha256
         stored = serving.stored_sample(folder, draft, model, args.max_seq_len)
     if artifacts.earlier_run(out, STAGE, settings, inputs, args.overwrite) == "complete":
         progress.log((out / "table.txt").read_text().rstrip())
