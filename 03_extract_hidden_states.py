@@ -323,8 +323,8 @@ def verify(out: Path, folder: Path, started: float) -> None:
     files, tokens, size = hidden_folder.verify_folder(out, folder)
     seconds = time.monotonic() - started
     progress.log(
-        f"verify: {files} files, {tokens} tokens, {size / 1e9:.2f} GB in {out} are whole,"
-        f" finite and as prepared; {progress.duration(seconds)} ({size / 1e9 / max(seconds, 1e-9):.2f} GB/s)"
+        f"verify: {files} files, {tokens} tokens, {size / 1e9:.2f} GB in {out} are whole, finite"
+        f" and as prepared; {progress.duration(seconds)} ({size / 1e9 / seconds:.2f} GB/s)"
     )
 
 

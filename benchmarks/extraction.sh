@@ -18,12 +18,18 @@ extract() { # NAME FOLDER FLAGS...
         { tail -5 "$FAST/$name.log"; return 1; }
     grep -E "self-check|loaded" "$FAST/$name.log"
     "$PY" benchmarks/extraction.py report "$folder" "$name"
-    [ -z "${KEEP:-}" ] && rm -r "$folder"
+    rm -r "$folder"
 }
 echo "== $KIND"
-"$PY" benchmarks/extraction.py plain "$FAST/$KIND" "$FAST/data"
-extract ram-disk "$FAST/hidden"
-"$PY" benchmarks/extraction.py disk "$DISK/rate"
-extract disk "$DISK/hidden"
-extract four-samples "$FAST/hidden" --batch-size 4
-extract fp8 "$FAST/hidden" --storage-dtype fp8
+for part in ${PARTS:-plain ram disk four fp8}; do
+    case $part in
+    plain) "$PY" benchmarks/extraction.py plain "$FAST/$KIND" "$FAST/data" 2> /dev/null ;;
+    ram) extract ram-disk "$FAST/hidden" ;;
+    disk)
+        "$PY" benchmarks/extraction.py disk "$DISK/rate"
+        extract disk "$DISK/hidden"
+        ;;
+    four) extract four-samples "$FAST/hidden" --batch-size 4 ;;
+    fp8) extract fp8 "$FAST/hidden" --storage-dtype fp8 ;;
+    esac
+done

@@ -225,6 +225,6 @@ def require_kv_cache(llm: "LLM", units: list[list[int]], lengths: dict[int, int]
     if needed > blocks:
         raise UserError(
             f"vLLM's KV cache holds {blocks * size} tokens, {queue} forward passes need"
-            f" {needed * size}; raise --gpu-memory-utilization (on a CPU VLLM_CPU_KVCACHE_SPACE, in GiB) or lower"
-            " --max-batch-tokens"
+            f" {needed * size}; raise --gpu-memory-utilization (on a CPU VLLM_CPU_KVCACHE_SPACE,"
+            " in GiB) or lower --max-batch-tokens"
         )
