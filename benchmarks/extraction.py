@@ -140,7 +140,8 @@ def make_model(kind: str, folder: Path, device: str) -> None:
         "model.norm.weight": tensor([H]),
         "lm_head.weight": tensor([V, H]),
     })  # fmt: skip
-    for layer in range(c["num_hidden_layers"]):
+
+    def save_layer(layer: int) -> None:
         prefix = f"model.layers.{layer}."
         shapes = layer_shapes(c, layer)
         tensors = {f"{prefix}{n}.weight": tensor(s) for n, s in shapes.items()}
@@ -148,6 +149,9 @@ def make_model(kind: str, folder: Path, device: str) -> None:
             bias = torch.zeros(c["n_routed_experts"])
             tensors[prefix + "mlp.gate.e_score_correction_bias"] = bias
         save(f"layer-{layer}.safetensors", tensors)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(save_layer, range(c["num_hidden_layers"])))
     index = {"metadata": {"total_size": total}, "weight_map": where}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 

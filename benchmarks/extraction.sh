@@ -18,12 +18,13 @@ extract() { # NAME FOLDER FLAGS...
         { tail -5 "$FAST/$name.log"; return 1; }
     grep -E "self-check|loaded" "$FAST/$name.log"
     "$PY" benchmarks/extraction.py report "$folder" "$name"
+    cp "$folder/journal.jsonl" "$FAST/$name.journal"
     rm -r "$folder"
 }
 echo "== $KIND"
 for part in ${PARTS:-plain ram disk four fp8}; do
     case $part in
-    plain) "$PY" benchmarks/extraction.py plain "$FAST/$KIND" "$FAST/data" 2> /dev/null ;;
+    plain) "$PY" benchmarks/extraction.py plain "$FAST/$KIND" "$FAST/data" 2> /dev/null | grep -v INFO ;;
     ram) extract ram-disk "$FAST/hidden" ;;
     disk)
         "$PY" benchmarks/extraction.py disk "$DISK/rate"

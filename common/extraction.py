@@ -4,8 +4,10 @@ Files are written beside the following passes (common/writer.py), so a pass's re
 a pass or two after it ran.
 """
 
+import functools
 import shutil
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -168,14 +170,14 @@ def run_units(llm: Any, work: Work, journal: Journal, checked: list[int], stop: 
     left = sum(len(s.input_ids) for s in work.samples.values())
     bar = Progress("extract", work.total_tokens, "tokens", initial=work.total_tokens - left)
     start_capture(llm, work, work.max_batch_tokens, work.storage_dtype)
-    passes = Passes(llm, work, Settling(work, journal, bar))
-    for number, (unit, indices) in enumerate(work.todo):
+    for index in checked:  # what an earlier run left there is not to be checked
+        hidden_file(work.out, index).unlink(missing_ok=True)
+    check = functools.partial(check_first_unit, work, work.todo[0][1], checked)
+    passes = Passes(llm, work, Settling(work, journal, bar), check)
+    for unit, indices in work.todo:
         passes.settling.open(unit, indices)
         passes.run(unit, indices)
-        if number == 0:  # alone, and checked, before the second
-            passes.finish()
-            check_first_unit(work, indices, checked)
-        elif passes.settling.failed:
+        if passes.settling.failed:
             passes.finish()
         if stop.code:
             break
@@ -193,8 +195,9 @@ class Passes:
     hence the layout is the planned one either way.
     """
 
-    def __init__(self, llm: Any, work: Work, settling: "Settling"):
+    def __init__(self, llm: Any, work: Work, settling: "Settling", check_first: Callable[[], None]):
         self.work, self.settling = work, settling
+        self._check_first: Callable[[], None] | None = check_first
         self._llm, self._engine = llm, llm.llm_engine
         core = self._engine.engine_core.engine_core
         self._executor = core.model_executor
@@ -221,6 +224,8 @@ class Passes:
                 f"vLLM did not run {len(batch)} samples in one step, so the result would depend on"
                 " chance; raise --gpu-memory-utilization or lower --max-batch-tokens"
             )
+        if self._submitted is not None and self._check_first is not None:
+            self._take_all()  # the first pass is checked before the second is written
         earlier = self._submitted
         args = (unit, batch, str(self.work.out))
         self._submitted = self._executor.collective_rpc("capture_submit", args=args, non_block=True)
@@ -253,9 +258,16 @@ class Passes:
         except Exception as e:
             self._recover(e)
         self._launched.clear()
+        self._take_all()
+
+    def _take_all(self) -> None:
+        """Wait for the files of all submitted passes."""
         submitted, self._submitted = self._submitted, None
         self._take(submitted)
         self.settling.take(rank0(self._llm, "capture_finish"))
+        if self._check_first is not None and submitted is not None:
+            self._check_first()
+            self._check_first = None
 
     def _take(self, submitted: Future | None) -> None:
         """Take the answer of a capture_submit that was sent a pass ago."""

@@ -144,13 +144,14 @@ def check_hidden_file(
             )
 
 
-def read_hidden(path: Path) -> "tuple[torch.Tensor, torch.Tensor]":
-    """Return (hidden_states [T, L, H], token_ids [T]) of one sample's file; the states as
-    stored, of float8 files as bfloat16."""
+def read_hidden(path: Path, first: int | None = None) -> "tuple[torch.Tensor, torch.Tensor]":
+    """Return (hidden_states [T, L, H], token_ids [T]) of one sample's file, or of its `first`
+    tokens; the states as stored, of float8 files as bfloat16."""
     import torch
-    from safetensors.torch import load_file
+    from safetensors import safe_open
 
-    tensors = load_file(path)
+    with safe_open(path, framework="pt") as f:
+        tensors = {name: f.get_slice(name)[:first] for name in f.keys()}  # noqa: SIM118
     states_TLH = tensors["hidden_states"]
     if "hidden_states_scale" in tensors:
         scale_TL = tensors["hidden_states_scale"]

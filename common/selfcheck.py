@@ -104,8 +104,8 @@ def check_layout(folder: Path, probe: Path, indices: list[int], dtypes: set[str]
     found = []
     for index in indices:
         probe_TLH, _ = read_hidden(hidden_file(probe, index))
-        batch_TLH, _ = read_hidden(hidden_file(folder, index))
-        a, b = probe_TLH.float(), batch_TLH[: len(probe_TLH)].float()
+        batch_TLH, _ = read_hidden(hidden_file(folder, index), len(probe_TLH))
+        a, b = probe_TLH.float(), batch_TLH.float()
         found.append(((a - b).norm(dim=-1) / a.norm(dim=-1).clamp_min(1e-9)).flatten())
     median = float(torch.cat(found).median())
     if not median < gate:
