@@ -167,11 +167,12 @@ def run_units(llm: Any, work: Work, journal: Journal, checked: list[int], stop: 
     Args:
         checked: samples of the first pass that the probe holds.
     """
-    left = sum(len(s.input_ids) for s in work.samples.values())
-    bar = Progress("extract", work.total_tokens, "tokens", initial=work.total_tokens - left)
     start_capture(llm, work, work.max_batch_tokens, work.storage_dtype)
+    rehearse(llm, work)
     for index in checked:  # what an earlier run left there is not to be checked
         hidden_file(work.out, index).unlink(missing_ok=True)
+    left = sum(len(s.input_ids) for s in work.samples.values())
+    bar = Progress("extract", work.total_tokens, "tokens", initial=work.total_tokens - left)
     check = functools.partial(check_first_unit, work, work.todo[0][1], checked)
     passes = Passes(llm, work, Settling(work, journal, bar), check)
     for unit, indices in work.todo:
@@ -184,6 +185,55 @@ def run_units(llm: Any, work: Work, journal: Journal, checked: list[int], stop: 
     passes.finish()
     rank0(llm, "capture_stop")
     bar.close()
+
+
+def rehearse(llm: Any, work: Work) -> None:
+    """Run the largest pass, the one of most samples, the last and an odd one; keep nothing.
+
+    What would run out of memory does so now instead of after hours, and the kernels that
+    vLLM compiles for such sizes (a second or two each) do not disturb rate and ETA.
+    """
+
+    def size(members: list[int]) -> int:
+        return sum(len(work.samples[i].input_ids) for i in members)
+
+    passes = [members for _, members in work.todo]
+    picked = [max(passes, key=size), max(passes, key=len), passes[-1]]
+    picked += [members for members in passes if size(members) % 2][:1]
+    for n, members in enumerate(picked):
+        if members in picked[:n]:
+            continue
+        try:
+            forward(llm, work.batch(members))
+        except Exception as e:  # of one sample, it is found out in its own pass
+            text = f"{type(e).__name__}: {' '.join(str(e).split())[:300]}"
+            reset_engine(llm, text)
+            if "out of memory" in text.lower() or "OutOfMemory" in text:
+                raise UserError(
+                    f"a rehearsal of a pass of {size(members)} tokens ran out of memory ({text});"
+                    " nothing was written; lower --max-batch-tokens or --gpu-memory-utilization"
+                ) from e
+            continue
+        rank0(llm, "capture_drop")
+
+
+def reset_engine(llm: Any, reason: str) -> list[dict]:
+    """After a failed pass, make the engine ready for the next; UserError if it is dead.
+
+    Returns the writers' results of the passes before.
+    """
+    time.sleep(1)  # vLLM's monitor needs a moment to notice a dead worker
+    try:
+        engine = llm.llm_engine
+        engine.abort_request(list(engine.output_processor.request_states), internal=True)
+        if engine.engine_core.engine_core.batch_queue is not None:
+            engine.engine_core.engine_core.batch_queue.clear()
+        return rank0(llm, "capture_drop")
+    except Exception as second:
+        raise UserError(
+            f"vLLM's engine died ({reason}); what it finished is saved, run the same command again"
+            " to continue"
+        ) from second
 
 
 class Passes:
@@ -282,20 +332,9 @@ class Passes:
         The passes in vLLM's queue count as failed; those before them are whole.
         """
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        time.sleep(1)  # vLLM's monitor needs a moment to notice a dead worker
         lost, self._launched = self._launched, []
         self._submitted = None
-        try:
-            waiting = list(self._engine.output_processor.request_states)
-            self._engine.abort_request(waiting, internal=True)
-            if self._queue is not None:
-                self._queue.clear()
-            results = rank0(self._llm, "capture_drop")
-        except Exception as second:
-            raise UserError(
-                f"vLLM's engine died ({reason}); what it finished is saved, run the same command"
-                " again to continue"
-            ) from second
+        results = reset_engine(self._llm, reason)
         units = {unit for unit, _ in lost}
         self.settling.take([r for r in results if r["unit"] not in units])
         for unit, indices in lost:

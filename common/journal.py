@@ -4,13 +4,15 @@
      "checksums": {index: xxh3_128 of the sample's file},
      "missing": {index: why it has no file}}
 
-A line is written once the pass's files are on the disk under their names (fsync, rename,
-fsync of the folder), so what it names is whole; a resume looks at sizes only and `--verify`
-reads the bytes. A pass that ran again has a later line, which holds.
+A line is written once the pass's files are under their names, which they get when their
+bytes are on the disk, so what it names is whole; a resume looks at sizes only and `--verify`
+reads the bytes. A pass that ran again has a later line, which holds. A power cut can lose
+the lines of the last second, and their passes run again.
 """
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from common.progress import log
 JOURNAL = "journal.jsonl"
 PLAN = "plan.json"
 LENGTHS = "sample_lengths.json"
+SYNC_EVERY_SECONDS = 1.0
 
 
 def write_plan(folder: Path, units: list[list[int]], lengths: dict[int, int]) -> None:
@@ -117,6 +120,8 @@ class Journal:
         with atomic_file(folder / JOURNAL, "w") as f:  # without what a kill cut
             f.writelines(json.dumps(entry) + "\n" for entry in done.values())
         self._file = open(folder / JOURNAL, "a", encoding="utf-8")  # noqa: SIM115 (see close)
+        self._folders: set[Path] = set()
+        self._synced = time.monotonic()
 
     def add(
         self, unit: int, seconds: float, checksums: dict[int, str], missing: dict[int, str]
@@ -129,12 +134,20 @@ class Journal:
             "checksums": before["checksums"] | {str(i): h for i, h in checksums.items()},
             "missing": {str(i): why for i, why in missing.items()},
         }
-        for rows in {hidden_file(self.folder, i).parent for i in checksums}:
-            fsync_folder(rows)
+        self._folders |= {hidden_file(self.folder, i).parent for i in checksums}
         self._file.write(json.dumps(entry) + "\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        self._file.flush()  # from here on a kill does not lose it
         self.done[unit] = entry
+        if time.monotonic() - self._synced > SYNC_EVERY_SECONDS:
+            self.sync()
+
+    def sync(self) -> None:
+        """Make the lines, and the names of their files, last through a power cut."""
+        for rows in self._folders:
+            fsync_folder(rows)
+        os.fsync(self._file.fileno())
+        self._folders, self._synced = set(), time.monotonic()
 
     def close(self) -> None:
+        self.sync()
         self._file.close()

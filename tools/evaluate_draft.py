@@ -173,6 +173,8 @@ def summary(plain, drafted, counters, depths: int, seed: int) -> dict:
         "speed_ratio": (drafted.tokens / drafted.seconds) / (plain.tokens / plain.seconds),
         "identical_share": same / len(plain.answers),
         "tokens": drafted.tokens,
+        # drafts and the tokens emitted with them, a prompt: for paired comparisons
+        "prompts": {k: [o.passes, o.passes_tokens] for k, o in drafted.answers.items()},
     }
 
 
