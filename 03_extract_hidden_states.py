@@ -128,7 +128,6 @@ def main() -> None:
         settings["shard"] = [args.shard_index, args.num_shards]
     inputs = {"prepared": samples.prepared_identity(folder)}
     if weights.absent and args.dry_run:
-        progress.log(f"extract: {args.model_path} holds no weights; they are not checked")
         inputs["verifier"] = artifacts.held_input(out, "verifier")
     else:
         preflight.require_weights(model, weights)
@@ -148,9 +147,9 @@ def main() -> None:
     if state == "complete" and len(done) == len(units) and len(missing) <= args.allow_missing:
         progress.log(f"extract: {out} is complete (--overwrite makes it again)")
         return
-    # What failed before is tried again, each sample alone.
     todo = [(u, units[u]) for u in range(len(units)) if u not in done]
-    todo += [(u, [int(i)]) for u, entry in done.items() for i in entry["missing"]]
+    if len(missing) > args.allow_missing:  # what failed before is tried again, each sample alone
+        todo += [(u, [int(i)]) for u, entry in done.items() for i in entry["missing"]]
     if state != "none":
         only = {i for _, indices in todo for i in indices}
         found = samples.read_samples(folder, args.max_samples, model.vocab_size, only)
@@ -247,7 +246,7 @@ def extract(args, work, report, units, lengths, done) -> None:
         engine.require_kv_cache(llm, [indices for _, indices in work.todo], lengths)
         stopper = progress.Stopper()
         try:
-            checked = extraction.run_probe(llm, work, head)
+            checked = extraction.run_probe(llm, work, head, resumed=bool(done))
             # From here on the folder holds data, and belongs to these settings.
             journal.write_plan(out, units, lengths)
             artifacts.write_json(out / artifacts.REPORT, report({}, None, 0))

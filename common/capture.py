@@ -225,6 +225,14 @@ class CaptureMethods:
         self._rows, self._captured, self._passes = None, None, 0
         return self._writer.finished(wait=True)
 
+    def capture_clean_cache(self) -> bool:
+        """Zero the KV cache, on every rank; no request may be running. Attention on CPUs reads
+        past a sample's end in its last block, where NaN of an earlier sample times 0 is NaN."""
+        for cache in self.model_runner.kv_caches:
+            for tensor in cache if isinstance(cache, list | tuple) else [cache]:
+                tensor.zero_()
+        return True
+
     def capture_stop(self) -> bool | None:
         """Remove the hooks, end the writers and free the buffers."""
         if self.rank != 0:

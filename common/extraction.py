@@ -19,11 +19,10 @@ from common.hidden_files import hidden_file
 from common.journal import Journal
 from common.progress import Progress, Stopper, log
 from common.samples import Sample
+from common.settling import Settling, raise_os_error
 from common.verifier import Verifier
 
 PROBE = ".probe"
-# So many failures with no success between them are not the samples' fault.
-FAILURES_IN_A_ROW = 8
 
 
 @dataclass(frozen=True)
@@ -72,13 +71,14 @@ def start_capture(llm: Any, work: Work, tokens: int, dtype: str) -> None:
 # ---------------------------------------------------------------- the probe
 
 
-def run_probe(llm: Any, work: Work, head: dict | None) -> list[int]:
+def run_probe(llm: Any, work: Work, head: dict | None, resumed: bool) -> list[int]:
     """Check the capture on the beginnings of the first pass's samples, before any data.
 
     The probe's files keep the verifier's dtype; they stay in PROBE for check_first_unit.
 
     Args:
         head: the verifier's norm [H] and lm_head [V, H]; None unless the final layer is captured.
+        resumed: an earlier run has finished passes, so the verifier is sound.
 
     Returns:
         The samples probed. One whose states are not finite is left out (it is found again, and
@@ -95,19 +95,26 @@ def run_probe(llm: Any, work: Work, head: dict | None) -> list[int]:
         rank0(llm, "capture_check_layers", True)
         outputs = forward(llm, batch, prompt_logprobs=0)
         received = rank0(llm, "capture_check_layers", False)
-        one_pass(rank0(llm, "capture_submit", 0, batch, str(probe))["passes"])
-        (result,) = rank0(llm, "capture_finish")
+        submitted = rank0(llm, "capture_submit", 0, batch, str(probe))
+        one_pass(submitted["passes"])
+        (result,) = submitted["finished"] + rank0(llm, "capture_finish")
         raise_os_error(result)
         if not result["bad"]:
             break
         named = work.samples[result["bad"][0]].id
         indices = [i for i in indices if i not in result["bad"]]
+        if not indices and resumed:
+            raise UserError(
+                f"sample {named!r} gives NaN or Inf again; mend or remove it, or accept that it is"
+                " missing with --allow-missing"
+            )
         if not indices:
             raise UserError(
                 f"sample {named!r}: its hidden states hold NaN or Inf, as have those of all samples"
                 " probed; nothing was written. Are the verifier's weights right?"
             )
         log(f"self-check: sample {named!r} gives NaN or Inf; probing the others")
+        rank0(llm, "capture_clean_cache")
     rank0(llm, "capture_stop")
     selfcheck.check_received(received, work.layers, work.model.num_layers)
     text = f"layers {work.layers[:-1]} are what the next layer receives"
@@ -153,16 +160,11 @@ def one_pass(passes: int) -> None:
         )
 
 
-def raise_os_error(result: dict) -> None:
-    if result["os_error"] is not None:
-        raise OSError(*result["os_error"])
-
-
 def run_units(llm: Any, work: Work, journal: Journal, checked: list[int], stop: Stopper) -> None:
     """Run the passes of `work.todo`, noting each in the journal once its files are on the disk.
 
-    A pass that fails, or a sample whose states are not finite, runs again sample by sample;
-    what fails alone is noted as missing, and the run goes on.
+    A pass that fails, or holds a sample whose states are not finite, runs again by itself, then
+    what failed in it sample by sample; what fails alone is noted as missing, and the run goes on.
 
     Args:
         checked: samples of the first pass that the probe holds.
@@ -174,7 +176,8 @@ def run_units(llm: Any, work: Work, journal: Journal, checked: list[int], stop: 
     left = sum(len(s.input_ids) for s in work.samples.values())
     bar = Progress("extract", work.total_tokens, "tokens", initial=work.total_tokens - left)
     check = functools.partial(check_first_unit, work, work.todo[0][1], checked)
-    passes = Passes(llm, work, Settling(work, journal, bar), check)
+    settling = Settling(work.samples, work.out, journal, bar)
+    passes = Passes(llm, work, settling, check)
     for unit, indices in work.todo:
         passes.settling.open(unit, indices)
         passes.run(unit, indices)
@@ -215,6 +218,7 @@ def rehearse(llm: Any, work: Work) -> None:
                 ) from e
             continue
         rank0(llm, "capture_drop")
+    rank0(llm, "capture_clean_cache")
 
 
 def reset_engine(llm: Any, reason: str) -> list[dict]:
@@ -245,7 +249,7 @@ class Passes:
     hence the layout is the planned one either way.
     """
 
-    def __init__(self, llm: Any, work: Work, settling: "Settling", check_first: Callable[[], None]):
+    def __init__(self, llm: Any, work: Work, settling: Settling, check_first: Callable[[], None]):
         self.work, self.settling = work, settling
         self._check_first: Callable[[], None] | None = check_first
         self._llm, self._engine = llm, llm.llm_engine
@@ -285,8 +289,9 @@ class Passes:
         """Wait until all passes are computed and written, failed samples tried again."""
         self._drain()
         while self.settling.failed:
-            unit, index = self.settling.failed.pop(0)
-            self.run(unit, [index])
+            # NaN that a sample left in the KV cache would spread to those that come after.
+            rank0(self._llm, "capture_clean_cache")
+            self.run(*self.settling.failed.pop(0))
             self._drain()
 
     def _launch(self, batch: list) -> None:
@@ -340,68 +345,6 @@ class Passes:
         for unit, indices in lost:
             log(f"extract: pass {unit} of {len(indices)} samples failed: {reason}")
             self.settling.fail(unit, indices, reason)
-
-
-class Settling:
-    """Collects the results of passes until each of a pass's samples is written or given up."""
-
-    def __init__(self, work: Work, journal: Journal, bar: Progress):
-        self.work, self.journal, self.bar = work, journal, bar
-        self.failed: list[tuple[int, int]] = []  # (unit, sample) to run alone
-        self._waiting: dict[int, set[int]] = {}
-        self._checksums: dict[int, dict[int, str]] = {}
-        self._missing: dict[int, dict[int, str]] = {}
-        self._retried: set[int] = set()
-        self._in_a_row = 0
-        self._mark = time.monotonic()
-
-    def open(self, unit: int, indices: list[int]) -> None:
-        self._waiting[unit] = set(indices)
-        self._checksums[unit], self._missing[unit] = {}, {}
-
-    def take(self, results: list[dict]) -> None:
-        """Note results of the writers; OSError where they could not write."""
-        for result in results:
-            raise_os_error(result)
-            unit = result["unit"]
-            if result["checksums"]:
-                self._in_a_row = 0
-            for index, checksum in result["checksums"].items():
-                self._checksums[unit][index] = checksum
-                self._settle(unit, index)
-            if result["bad"]:
-                self.fail(unit, result["bad"], "its hidden states hold NaN or Inf")
-
-    def fail(self, unit: int, indices: list[int], why: str) -> None:
-        """Have samples run alone, or give up those that did."""
-        for index in indices:
-            sample = self.work.samples[index]
-            if index not in self._retried:
-                self._retried.add(index)
-                self.failed.append((unit, index))
-                continue
-            hidden_file(self.work.out, index).unlink(missing_ok=True)  # an earlier run's
-            log(f"extract: sample {sample.id!r} (line {index + 1}) is skipped: {why}")
-            self._in_a_row += 1
-            if self._in_a_row >= FAILURES_IN_A_ROW:
-                raise UserError(
-                    f"{self._in_a_row} samples in a row failed, alone too ({sample.id!r}: {why});"
-                    " the verifier or the machine is at fault, not the samples. What is finished"
-                    " is saved; run the same command again to continue"
-                )
-            self._missing[unit][index] = why
-            self._settle(unit, index)
-
-    def _settle(self, unit: int, index: int) -> None:
-        waiting = self._waiting[unit]
-        waiting.discard(index)
-        self.bar.add(len(self.work.samples[index].input_ids))
-        if not waiting:
-            now = time.monotonic()
-            checksums, missing = self._checksums.pop(unit), self._missing.pop(unit)
-            self.journal.add(unit, now - self._mark, checksums, missing)
-            self._mark = now
-            del self._waiting[unit]
 
 
 def clear_probe(out: Path) -> None:

@@ -293,6 +293,9 @@ def check_plan(
         lines["shard"] = f"{args.shard_index} of {args.num_shards} -> {out}"
     for name, text in lines.items():
         log(f"  {name:<14} {text}")
+    if weights.absent:  # a plan made elsewhere
+        log(f"  {model.path} holds no weights: neither they nor this machine's memory are checked")
+        return
     on_cpu = not found and cpu_vllm()
     if found:
         check_gpus(found, need, tp, args.gpu_memory_utilization, args.engine_args)

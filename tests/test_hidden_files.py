@@ -1,0 +1,212 @@
+"""The file format, float8 quantization, shards of a plan, and --verify."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save
+
+from common.cli import UserError
+from common.hidden_files import (
+    FP8,
+    bytes_a_token,
+    file_bytes,
+    hidden_file,
+    quantize_rows,
+    read_hidden,
+)
+from common.hidden_folder import all_finite, open_hidden
+from common.plan import deal_units, plan_units
+from common.writer import Rows, write_rows
+from tests.conftest import files_of, last_line, must, script
+
+
+def rows_of(states_TLH: torch.Tensor, scale_TL: torch.Tensor | None = None) -> Rows:
+    dtype = str(states_TLH.dtype).removeprefix("torch.")
+    tokens, layers, hidden = states_TLH.shape
+    rows = Rows.empty((tokens, layers, hidden), dtype, torch.device("cpu"), False)
+    rows.states_NLH.copy_(states_TLH)
+    if scale_TL is not None:
+        rows.scale_NL.copy_(scale_TL)
+    return rows
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
+def test_files_are_what_the_safetensors_library_writes(tmp_path, dtype):
+    """To the byte, so every reader of safetensors reads them; the size is known beforehand."""
+    states = torch.randn(7, 4, 24).to(dtype)
+    scale = torch.rand(7, 4)
+    ids = np.arange(3, 10, dtype=np.int32)
+    path = tmp_path / "rows" / "hs_0.safetensors"
+    write_rows(path, rows_of(states, scale), slice(0, 7), ids)
+    tensors = {"hidden_states": states, "token_ids": torch.from_numpy(ids).long()}
+    if dtype == torch.float8_e4m3fn:
+        tensors["hidden_states_scale"] = scale
+    assert path.read_bytes() == save(tensors)
+    assert path.stat().st_size == file_bytes(7, 4, 24, str(dtype).removeprefix("torch."))
+
+
+def test_bytes_a_token_of_kimi():
+    assert bytes_a_token(4, 7168, "bfloat16") == 57_344 + 8
+    assert bytes_a_token(4, 7168, FP8) == 28_672 + 16 + 8
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from([1e-6, 1.0, 1e4]))
+def test_float8_keeps_every_value_within_its_step(seed, size):
+    """Normal float8 numbers round by at most 1/16 of a value, smaller ones by half of the
+    least step; the largest value of a row is exact."""
+    generator = torch.Generator().manual_seed(seed)
+    x_NH = torch.randn(5, 64, generator=generator) * size
+    x_NH[:, 3] *= 300  # the residual stream has such outliers
+    x_NH[4] = 0
+    largest_N = x_NH.abs().amax(-1)
+    q_NH, scale_N = quantize_rows(x_NH, largest_N)
+    back_NH = q_NH.float() * scale_N[:, None]
+    step_N = scale_N * 2.0**-10
+    assert bool(((back_NH - x_NH).abs() <= torch.maximum(x_NH.abs() / 16, step_N[:, None])).all())
+    assert torch.allclose(back_NH.abs().amax(-1), largest_N, rtol=1e-6)
+
+
+def test_reading_float8_gives_bfloat16_and_the_first_tokens_alone(tmp_path):
+    x_TLH = torch.randn(9, 4, 32)
+    q = [quantize_rows(x_TLH[:, k], x_TLH[:, k].abs().amax(-1)) for k in range(4)]
+    states = torch.stack([a.view(torch.uint8) for a, _ in q], 1).view(torch.float8_e4m3fn)
+    rows = rows_of(states, torch.stack([s for _, s in q], 1))
+    path = tmp_path / "f"
+    write_rows(path, rows, slice(0, 9), np.arange(9, dtype=np.int32))
+    back_TLH, ids_T = read_hidden(path)
+    assert back_TLH.dtype == torch.bfloat16
+    assert float((back_TLH.float() - x_TLH).norm() / x_TLH.norm()) < 0.03
+    first_TLH, first_T = read_hidden(path, 4)
+    assert torch.equal(first_TLH, back_TLH[:4])
+    assert torch.equal(first_T, ids_T[:4])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", FP8])
+def test_all_finite_sees_one_bad_value(dtype):
+    x = torch.randn(1000).to(getattr(torch, dtype))
+    assert all_finite(x.view(torch.uint8).numpy(), dtype)
+    for bad in [float("nan")] if dtype == FP8 else [float("nan"), float("inf"), -float("inf")]:
+        y = x.clone()
+        y[617] = torch.tensor(bad).to(y.dtype)
+        assert not all_finite(y.view(torch.uint8).numpy(), dtype)
+
+
+lengths = st.dictionaries(st.integers(0, 5000), st.integers(1, 64), min_size=1, max_size=200)
+
+
+@given(lengths, st.integers(64, 200), st.integers(1, 9))
+def test_shards_share_the_passes_evenly_by_tokens(lengths, budget, count):
+    units = plan_units(lengths, budget)
+    shards = [deal_units(units, lengths, count, n) for n in range(count)]
+    assert sorted(map(tuple, (u for s in shards for u in s))) == sorted(map(tuple, units))
+    loads = [sum(lengths[i] for u in s for i in u) for s in shards]
+    assert max(loads) - min(loads) <= budget
+
+
+def extract_args(stages, out, *more):
+    return [
+        "--model-path", stages["model"], "--prepared-data", stages["prepared"],
+        "--output-dir", out, "--max-seq-len", 256, "--max-batch-tokens", 512, *more,
+    ]  # fmt: skip
+
+
+def verify(stages, out):
+    return script("03_extract_hidden_states.py", *extract_args(stages, out, "--verify"))
+
+
+def test_verify_passes_on_a_whole_folder(tiny_stages):
+    before = {p: p.stat().st_mtime_ns for p in tiny_stages["hidden"].rglob("*")}
+    result = must(verify(tiny_stages, tiny_stages["hidden"]))
+    assert "40 files" in last_line(result)
+    assert "are whole, finite and as prepared" in last_line(result)
+    assert before == {p: p.stat().st_mtime_ns for p in tiny_stages["hidden"].rglob("*")}
+
+
+def flip_a_byte(path):
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+
+
+def other_ids(path):
+    tensors = load_file(path)
+    tensors["token_ids"] = tensors["token_ids"] + 1
+    path.write_bytes(save(tensors))
+
+
+def not_finite(path):
+    tensors = load_file(path)
+    tensors["hidden_states"][2, 1, 3] = float("nan")
+    path.write_bytes(save(tensors))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "journal", "text"),
+    [
+        (flip_a_byte, False, "its bytes are not those that were written"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-9]), False, "not a whole safetensors"),
+        (lambda path: path.unlink(), False, "missing; run 03 again"),
+        (other_ids, True, "its token_ids are not the prepared sample's"),
+        (not_finite, True, "its hidden states hold NaN or Inf"),
+    ],
+)
+def test_verify_finds_what_is_wrong(tiny_stages, tmp_path, spoil, journal, text):
+    """`journal`: the checksum is made to agree, so that the check behind it speaks."""
+    from common.hidden_files import file_checksum
+
+    out = tmp_path / "hidden"
+    shutil.copytree(tiny_stages["hidden"], out)
+    path = hidden_file(out, 7)
+    spoil(path)
+    if journal:
+        entries = [json.loads(x) for x in (out / "journal.jsonl").read_text().splitlines()]
+        for entry in entries:
+            if "7" in entry["checksums"]:
+                entry["checksums"]["7"] = file_checksum(path)
+        (out / "journal.jsonl").write_text("".join(json.dumps(e) + "\n" for e in entries))
+    result = verify(tiny_stages, out)
+    assert result.returncode == 1
+    assert f"hs_7.safetensors: {text}" in result.stdout
+    assert "1 of 40 files are wrong" in last_line(result)
+
+
+def test_shards_are_the_unsharded_folder_in_parts(tiny_stages, tmp_path):
+    """Two engines' shards: the same files to the byte, one identity, 04 reads them together."""
+    out = tmp_path / "hidden"
+    missing = extract_args(tiny_stages, out, "--num-shards", 2, "--shard-index", 0)
+    must(script("03_extract_hidden_states.py", *missing))
+    with pytest.raises(UserError, match=r"shards 1 of 2 are not there; run 03 with --num-shards"):
+        open_hidden(out)
+    other = extract_args(tiny_stages, out, "--num-shards", 2, "--shard-index", 1)
+    must(script("03_extract_hidden_states.py", *other))
+    parts = [files_of(out / f"shard-{n}-of-2") for n in (0, 1)]
+    assert not parts[0].keys() & parts[1].keys()
+    assert parts[0] | parts[1] == files_of(tiny_stages["hidden"])
+    whole, sharded = open_hidden(tiny_stages["hidden"]), open_hidden(out)
+    assert sharded.content_sha256 == whole.content_sha256
+    assert sharded.lengths == whole.lengths
+    assert "40 files" in last_line(must(verify(tiny_stages, out)))
+    from tests.conftest import train_args
+
+    args = train_args(tiny_stages | {"hidden": out}, tmp_path / "draft", "--epochs", 1)
+    assert "40 samples" not in last_line(must(script("04_train.py", *args)))
+
+
+def test_shard_flags(tiny_stages, tmp_path):
+    for more in (
+        ["--num-shards", 2],
+        ["--shard-index", 0],
+        ["--num-shards", 2, "--shard-index", 2],
+    ):
+        result = script("03_extract_hidden_states.py", *extract_args(tiny_stages, tmp_path, *more))
+        assert result.returncode == 2
+        assert "needs --shard-index" in last_line(result)
+    many = extract_args(tiny_stages, tmp_path / "o", "--num-shards", 99, "--shard-index", 3)
+    result = script("03_extract_hidden_states.py", *many)
+    assert result.returncode == 1
+    assert "the samples make 8 forward passes; use fewer shards" in last_line(result)
