@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Stage 3 against vLLM's plain prefill on one GPU, all in one run: a random verifier of a real
 # shape (llama8b or kimi8), 1000 samples, 503,619 tokens. Prints a JSON line a measurement.
-# Usage: benchmarks/extraction.sh KIND FAST_DIR DISK_DIR   (FAST_DIR: a RAM disk of 70 GB)
+# Usage: [PARTS="plain ram"] benchmarks/extraction.sh KIND FAST_DIR DISK_DIR
+# FAST_DIR is a RAM disk of 70 GB. PARTS: plain, ram, disk, four (samples a pass), fp8, peer.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 KIND=$1 FAST=$2 DISK=$3
@@ -31,6 +32,7 @@ for part in ${PARTS:-plain ram disk four fp8}; do
         extract disk "$DISK/hidden"
         ;;
     four) extract four-samples "$FAST/hidden" --batch-size 4 ;;
+    peer) "$PY" benchmarks/peer_extraction.py "$FAST/$KIND" "$FAST/data" "$FAST/peer" --layers $LAYERS 2> /dev/null ;;
     fp8) extract fp8 "$FAST/hidden" --storage-dtype fp8 ;;
     esac
 done
