@@ -238,6 +238,7 @@ def extract(args, work, report, units, lengths, done) -> None:
         dtype=work.verifier_dtype,
         gpu_memory_utilization=args.gpu_memory_utilization,
         trust_remote_code=args.trust_remote_code,
+        executor=args.engine_args.get("distributed_executor_backend"),
     )
     timeout = args.load_timeout * 60
     with engine.running(engine_args, args.engine_args, "extract", timeout) as llm:

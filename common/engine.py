@@ -99,8 +99,12 @@ def capture_engine_args(
     dtype: str,
     gpu_memory_utilization: float,
     trust_remote_code: bool,
+    executor: str | None = None,
 ) -> dict[str, Any]:
-    """Arguments of vllm.LLM for capturing hidden states: eager, no cache reuse, no tokenizer."""
+    """Arguments of vllm.LLM for capturing hidden states: eager, no cache reuse, no tokenizer.
+
+    `executor`: distributed_executor_backend where the user sets one.
+    """
     longest = max_seq_len + 1  # the one token that a request must generate
     if verifier.max_positions:
         longest = min(longest, verifier.max_positions)
@@ -116,8 +120,8 @@ def capture_engine_args(
         "gpu_memory_utilization": gpu_memory_utilization,
         "trust_remote_code": trust_remote_code,
         # A pass is launched while the one before computes (common/extraction.py, Passes); vLLM
-        # has no such queue on CPUs.
-        "async_scheduling": not cpu_vllm(),
+        # has no such queue on CPUs and with Ray.
+        "async_scheduling": not cpu_vllm() and executor in (None, "mp", "uni"),
     }
 
 
