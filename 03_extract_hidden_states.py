@@ -257,7 +257,9 @@ def extract(args, work, report, units, lengths, done) -> None:
         finally:
             extraction.clear_probe(out)
     left = [u for u in range(len(units)) if u not in done]
-    if stopper.code and left:
+    if left and not stopper.code:
+        raise RuntimeError(f"passes {left[:5]} were neither finished nor given up")
+    if left:
         raise cli.Interrupted(
             stopper.code,
             f"{len(units) - len(left)} of {len(units)} passes are in {out}; run again to continue",

@@ -152,6 +152,11 @@ def check_first_unit(work: Work, unit: list[int], checked: list[int]) -> None:
 # ---------------------------------------------------------------- the passes
 
 
+def answer_of(call: Future) -> Any:
+    """The answer of the rank that captures to a call that was sent without waiting."""
+    return next(r for r in call.result() if r is not None)
+
+
 def one_pass(passes: int) -> None:
     if passes != 1:
         raise UserError(
@@ -194,7 +199,8 @@ def rehearse(llm: Any, work: Work) -> None:
     """Run the largest pass, the one of most samples, the last and an odd one; keep nothing.
 
     What would run out of memory does so now instead of after hours, and the kernels that
-    vLLM compiles for such sizes (a second or two each) do not disturb rate and ETA.
+    vLLM compiles for such sizes (a second or two each) do not disturb rate and ETA. A run of
+    few passes goes without.
     """
 
     def size(members: list[int]) -> int:
@@ -203,6 +209,8 @@ def rehearse(llm: Any, work: Work) -> None:
     passes = [members for _, members in work.todo]
     picked = [max(passes, key=size), max(passes, key=len), passes[-1]]
     picked += [members for members in passes if size(members) % 2][:1]
+    if len(passes) < 10 * len(picked):
+        return
     for n, members in enumerate(picked):
         if members in picked[:n]:
             continue
@@ -327,7 +335,7 @@ class Passes:
     def _take(self, submitted: Future | None) -> None:
         """Take the answer of a capture_submit that was sent a pass ago."""
         if submitted is not None:
-            answer = next(r for r in submitted.result() if r is not None)
+            answer = answer_of(submitted)
             one_pass(answer["passes"])
             self.settling.take(answer["finished"])
 
@@ -338,8 +346,10 @@ class Passes:
         """
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         lost, self._launched = self._launched, []
-        self._submitted = None
+        submitted, self._submitted = self._submitted, None
         results = reset_engine(self._llm, reason)
+        if submitted is not None:
+            results += answer_of(submitted)["finished"]
         units = {unit for unit, _ in lost}
         self.settling.take([r for r in results if r["unit"] not in units])
         for unit, indices in lost:
