@@ -7,6 +7,7 @@ folder is the same to the byte.
 """
 
 import functools
+import shutil
 import time
 from pathlib import Path
 
@@ -55,13 +56,13 @@ def parse_args():
     )
     p.add_argument(
         "--shard-index",
-        type=int,
+        type=cli.whole_number,
         metavar="I",
         help="the shard to make, from 0; it lies in OUTPUT_DIR/shard-I-of-N",
     )
     p.add_argument(
         "--allow-missing",
-        type=int,
+        type=cli.whole_number,
         default=0,
         metavar="N",
         help="call the folder finished with up to N samples that failed",
@@ -80,9 +81,9 @@ def parse_args():
     p.add_common("--seed", "--dry-run", "--overwrite", "--trust-remote-code")
     p.need("--model-path", "--prepared-data", "--output-dir")
     args = p.parse()
-    if (args.shard_index is None) != (args.num_shards == 1) or not (
-        0 <= (args.shard_index or 0) < args.num_shards
-    ):
+    if args.num_shards == 1 and args.shard_index is None:
+        args.shard_index = 0
+    if args.shard_index is None or args.shard_index >= args.num_shards:
         p.error(f"--num-shards {args.num_shards} needs --shard-index 0 to {args.num_shards - 1}")
     return args
 
@@ -111,23 +112,9 @@ def main() -> None:
     storage = dtype if storage == "auto" else storage
     preflight.check_divides(model, args.tp_size)
     weights = preflight.check_weights(model)
-    settings = {
-        "layers": layers,
-        "layer_convention": "output",
-        "hidden_size": model.hidden_size,
-        "dtype": storage,
-        "verifier_dtype": dtype,
-        "max_samples": args.max_samples,
-        # Batch layout moves low bits: a resume must keep it.
-        "max_batch_tokens": args.max_batch_tokens,
-        "batch_size": min(args.batch_size, engine.MAX_SAMPLES_A_PASS),
-        "tp_size": args.tp_size,
-        "engine_args": args.engine_args,
-    }
-    if args.num_shards > 1:
-        settings["shard"] = [args.shard_index, args.num_shards]
+    settings = run_settings(args, layers, model, dtype, storage)
     inputs = {"prepared": samples.prepared_identity(folder)}
-    if weights.absent and args.dry_run:
+    if args.dry_run and not weights.here:
         inputs["verifier"] = artifacts.held_input(out, "verifier")
     else:
         preflight.require_weights(model, weights)
@@ -148,14 +135,15 @@ def main() -> None:
         progress.log(f"extract: {out} is complete (--overwrite makes it again)")
         return
     todo = [(u, units[u]) for u in range(len(units)) if u not in done]
-    if len(missing) > args.allow_missing:  # what failed before is tried again, each sample alone
-        todo += [(u, [int(i)]) for u, entry in done.items() for i in entry["missing"]]
+    if len(missing) > args.allow_missing:  # what failed before is tried again
+        todo += [(u, [int(i) for i in e["missing"]]) for u, e in done.items() if e["missing"]]
     if state != "none":
         only = {i for _, indices in todo for i in indices}
         found = samples.read_samples(folder, args.max_samples, model.vocab_size, only)
         data = {s.index: s for s in found}
     todo_bytes = sum(hidden_files.file_bytes(lengths[i], *shape) for _, m in todo for i in m)
-    preflight.check_plan(args, model, weights, settings, units, lengths, done, todo_bytes, out)
+    lines = preflight.work_lines(args, units, lengths, done, storage, todo_bytes, out)
+    preflight.check_plan(args, model, weights, settings, lines)
     artifacts.require_space(out, todo_bytes)
     if args.dry_run:
         progress.log("extract: dry run, every check passed; nothing was loaded or written")
@@ -185,6 +173,28 @@ def main() -> None:
     finish(report, units, lengths, done, shape, settings, out, started)
 
 
+def run_settings(args, layers: list[int], model, dtype: str, storage: str) -> dict:
+    """What gives the folder's files their meaning; a resume must have the same."""
+    from common.plan import MAX_SAMPLES_A_PASS
+
+    settings = {
+        "layers": layers,
+        "layer_convention": "output",
+        "hidden_size": model.hidden_size,
+        "dtype": storage,
+        "verifier_dtype": dtype,
+        "max_samples": args.max_samples,
+        # Batch layout moves low bits: a resume must keep it.
+        "max_batch_tokens": args.max_batch_tokens,
+        "batch_size": min(args.batch_size, MAX_SAMPLES_A_PASS),
+        "tp_size": args.tp_size,
+        "engine_args": args.engine_args,
+    }
+    if args.num_shards > 1:
+        settings["shard"] = [args.shard_index, args.num_shards]
+    return settings
+
+
 def plan_passes(args, model, folder: Path):
     """Read and check all samples; returns (passes, lengths, samples) of this shard."""
     from common import plan, samples
@@ -202,6 +212,7 @@ def plan_passes(args, model, folder: Path):
     if args.num_shards > 1:
         units = plan.deal_units(units, lengths, args.num_shards, args.shard_index)
         lengths = {i: lengths[i] for unit in units for i in unit}
+        data = {i: data[i] for i in lengths}
     return units, lengths, data
 
 
@@ -248,15 +259,22 @@ def extract(args, work, report, units, lengths, done) -> None:
         stopper = progress.Stopper()
         try:
             checked = extraction.run_probe(llm, work, head, resumed=bool(done))
+            del head  # 2.3 GB of Kimi-K2.5
             # From here on the folder holds data, and belongs to these settings.
             journal.write_plan(out, units, lengths)
             artifacts.write_json(out / artifacts.REPORT, report({}, None, 0))
-            record = journal.Journal(out, done)
-            extraction.run_units(llm, work, record, checked, stopper)
-            record.close()
+            with journal.Journal(out, done) as record:
+                extraction.run_units(llm, work, record, checked, stopper)
+        except Exception as e:
+            if engine.failed(llm) and not isinstance(e, cli.UserError):
+                raise cli.UserError(
+                    f"vLLM's engine died ({cli.one_line(e)}); what is finished is saved, run the"
+                    " same command again to continue"
+                ) from e
+            raise
         finally:
-            extraction.clear_probe(out)
-    left = [u for u in range(len(units)) if u not in done]
+            shutil.rmtree(out / extraction.PROBE, ignore_errors=True)
+    left = [unit for unit, _ in work.todo if unit not in record.settled]
     if left and not stopper.code:
         raise RuntimeError(f"passes {left[:5]} were neither finished nor given up")
     if left:
@@ -276,8 +294,6 @@ def finish(report, units, lengths, done, shape, settings, out: Path, started: fl
     planned = sum(hidden_files.file_bytes(n, *shape) for n in kept.values())
     folders = sorted({hidden_files.hidden_file(out, i).parent for i in kept})
     size = sum(f.stat().st_size for folder in folders for f in folder.glob("hs_*.safetensors"))
-    if missing:
-        artifacts.write_json(out / journal.LENGTHS, {str(i): n for i, n in kept.items()})
     counts = {
         "num_samples": len(kept),
         "total_tokens": tokens,
@@ -313,7 +329,7 @@ def verify(out: Path, folder: Path, started: float) -> None:
     """--verify: read a finished folder, or all its shards, again."""
     from common import hidden_folder, samples
 
-    found = hidden_folder.open_hidden(out)
+    found = hidden_folder.open_hidden(out, lone_shard=True)
     artifacts.must_match(
         "prepared data",
         out,
@@ -322,11 +338,12 @@ def verify(out: Path, folder: Path, started: float) -> None:
         samples.prepared_identity(folder),
         "pass the --prepared-data it was made from",
     )
-    files, tokens, size = hidden_folder.verify_folder(out, folder)
+    files, tokens, size, missing = hidden_folder.verify_folder(found, folder)
     seconds = time.monotonic() - started
     progress.log(
         f"verify: {files} files, {tokens} tokens, {size / 1e9:.2f} GB in {out} are whole, finite"
         f" and as prepared; {progress.duration(seconds)} ({size / 1e9 / seconds:.2f} GB/s)"
+        + (f"; {missing} samples are missing, as allowed" if missing else "")
     )
 
 

@@ -5,7 +5,8 @@
     plain MODEL DATA   the limit: vLLM's eager prefill of the same samples, nothing captured
     touch DIR          the same, to use a virtual machine's memory once: the first use is slow
     disk DIR           write rate of a disk: as many threads as 03 uses, 29 MB files, fsync
-    report FOLDER NAME one line of a finished hidden-states folder
+    report FOLDER NAME one line of a finished hidden-states folder: tok/s from the first pass to
+                       the last file, as 03 says it; `run_s` is the process's, loading included
 
 Each prints one JSON line.
 """
@@ -244,6 +245,7 @@ def report(folder: Path, name: str) -> dict:
         "tok_s": round(tokens / seconds),
         "GB_s": round(found["bytes"] / 1e9 / seconds, 2),
         "passes": found["counts"]["forward_passes"],
+        "run_s": found["elapsed_seconds"],
     }
 
 

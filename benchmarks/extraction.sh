@@ -32,7 +32,7 @@ for part in ${PARTS:-plain ram disk four fp8}; do
         extract disk "$DISK/hidden"
         ;;
     four) extract four-samples "$FAST/hidden" --batch-size 4 ;;
-    peer) "$PY" benchmarks/peer_extraction.py "$FAST/$KIND" "$FAST/data" "$FAST/peer" --layers $LAYERS 2> /dev/null ;;
+    peer) "$PY" benchmarks/peer_extraction.py "$FAST/$KIND" "$FAST/data" "$FAST/peer" --layers $LAYERS 2> "$FAST/peer.log" || tail -3 "$FAST/peer.log" ;;
     fp8) extract fp8 "$FAST/hidden" --storage-dtype fp8 ;;
     esac
 done

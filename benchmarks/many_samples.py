@@ -10,7 +10,6 @@ verifier begins to load. Peak memory is the process's own (ru_maxrss).
 
 import json
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -102,5 +101,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     main()

@@ -26,7 +26,7 @@ FORMAT_VERSION = 1
 REPORT = "data_config.json"
 LOCK = ".lock"
 # What 03 writes before its first report.
-OURS = ("journal.jsonl", "plan.json", "sample_lengths.json")
+OURS = ("plan.json", "sample_lengths.json")
 _locks: list[IO] = []  # open until the process ends
 
 

@@ -198,7 +198,7 @@ class CaptureMethods:
             {"passes": forward passes run, "finished": results}. Unless it was one pass, nothing
             is written. A result, of this or an earlier unit whose files are all on the disk:
             {"unit", "checksums": {index: xxh3_128 of its file}, "bad": indices with NaN or
-            Inf, not written, "os_error": None or (errno, text, file)}.
+            Inf, not written, "os_error": None or (errno, text, file), "error": None or text}.
         """
         if self.rank != 0:
             return None
@@ -212,7 +212,7 @@ class CaptureMethods:
 
     def capture_finish(self) -> list[dict] | None:
         """Wait for the writers; returns the results left."""
-        return self._writer.finished(wait=True) if self.rank == 0 else None
+        return self._writer.finished(of_all=True) if self.rank == 0 else None
 
     def capture_drop(self) -> list[dict] | None:
         """Forget the rows of a pass that failed; waits for the writers, returns their results."""
@@ -223,7 +223,7 @@ class CaptureMethods:
         elif self._side is None and self._rows is not None:
             self._writer.give_back(self._rows)
         self._rows, self._captured, self._passes = None, None, 0
-        return self._writer.finished(wait=True)
+        return self._writer.finished(of_all=True)
 
     def capture_clean_cache(self) -> bool:
         """Zero the KV cache, on every rank; no request may be running. Attention on CPUs reads

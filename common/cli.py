@@ -55,6 +55,13 @@ def json_object(text: str | dict) -> dict:
     return value
 
 
+def whole_number(text: str) -> int:
+    """Argparse type: a whole number of at least 0."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
+    return int(text)
+
+
 def positive_int(text: str) -> int:
     """Argparse type: a whole number of at least 1."""
     try:
@@ -269,7 +276,7 @@ def run(main: Callable[[], None]) -> NoReturn:
             report_error("out of GPU memory; lower --max-batch-tokens, then run the same command")
             finish(1)
         traceback.print_exc()
-        report_error(f"{type(e).__name__}: {' '.join(str(e).split())[:500]}")
+        report_error(one_line(e, 500))
         finish(1)
     finish(0)
 
@@ -277,6 +284,11 @@ def run(main: Callable[[], None]) -> NoReturn:
 def _terminated(_signal: int, _frame: object) -> None:
     """SIGTERM while nothing can be saved (checks, loading); a Stopper replaces this."""
     raise Interrupted(143, "SIGTERM before any work of this run was saved")
+
+
+def one_line(e: BaseException, most: int = 300) -> str:
+    """An exception's type and the beginning of its text, on one line."""
+    return f"{type(e).__name__}: {' '.join(str(e).split())[:most]}"
 
 
 def report_error(text: str) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.cli import UserError, finish, report_error
+from common.cli import UserError, finish, one_line, report_error
 from common.plan import MAX_SAMPLES_A_PASS, PASSES_IN_FLIGHT
 from common.preflight import cpu_vllm
 from common.progress import duration, heartbeat
@@ -119,8 +119,8 @@ def capture_engine_args(
         ),
         "gpu_memory_utilization": gpu_memory_utilization,
         "trust_remote_code": trust_remote_code,
-        # A pass is launched while the one before computes (common/extraction.py, Passes); vLLM
-        # has no such queue on CPUs and with Ray.
+        # A pass is launched while the one before computes (common/extraction.py, Passes). vLLM
+        # has no such queue on CPUs, and with Ray only in some versions.
         "async_scheduling": not cpu_vllm() and executor in (None, "mp", "uni"),
     }
 
@@ -193,10 +193,7 @@ def start_engine(
         except TypeError as e:
             raise UserError(f"vLLM refused an argument: {e}; see --engine-args") from e
         except Exception as e:  # any fault of loading, in the words of vLLM
-            reason = " ".join(str(e).split())[:400]
-            raise UserError(
-                f"vLLM did not start on {args['model']}: {type(e).__name__}: {reason}"
-            ) from e
+            raise UserError(f"vLLM did not start on {args['model']}: {one_line(e, 400)}") from e
 
 
 def stop_engine(llm: "LLM") -> None:
@@ -204,6 +201,12 @@ def stop_engine(llm: "LLM") -> None:
     with contextlib.suppress(AttributeError):
         llm.llm_engine.engine_core.shutdown()
     gc.collect()
+
+
+def failed(llm: "LLM") -> bool:
+    """Whether vLLM has noticed that one of its workers died."""
+    executor = llm.llm_engine.engine_core.engine_core.model_executor  # type: ignore[attr-defined]
+    return bool(getattr(executor, "is_failed", False))
 
 
 def end_workers() -> None:

@@ -6,7 +6,6 @@ a pass or two after it ran.
 
 import functools
 import shutil
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -14,15 +13,19 @@ from pathlib import Path
 from typing import Any
 
 from common import selfcheck
-from common.cli import UserError
+from common.cli import UserError, one_line
 from common.hidden_files import hidden_file
 from common.journal import Journal
 from common.progress import Progress, Stopper, log
+from common.results import Results, raise_write_error
 from common.samples import Sample
-from common.settling import Settling, raise_os_error
 from common.verifier import Verifier
 
 PROBE = ".probe"
+PROBE_TRIES = 3
+# Warming up may cost this part of a run's passes: on a CPU, where few and long passes make up a
+# run, it would take as long as a tenth of them.
+WARM_UP_SHARE = 10
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,12 @@ class Work:
 
 def rank0(llm: Any, method: str, *args: Any) -> Any:
     """Call a method of common/capture.py on all workers; the answer of the one that captures."""
-    return next(r for r in llm.collective_rpc(method, args=args) if r is not None)
+    return captured_answer(llm.collective_rpc(method, args=args))
+
+
+def captured_answer(answers: list) -> Any:
+    """The answer of the rank that captures, the only one that gives any."""
+    return next(r for r in answers if r is not None)
 
 
 def forward(llm: Any, batch: list, **sampling: Any) -> list:
@@ -72,7 +80,7 @@ def start_capture(llm: Any, work: Work, tokens: int, dtype: str) -> None:
 
 
 def run_probe(llm: Any, work: Work, head: dict | None, resumed: bool) -> list[int]:
-    """Check the capture on the beginnings of the first pass's samples, before any data.
+    """Check the capture on the beginnings of a few samples, before any data.
 
     The probe's files keep the verifier's dtype; they stay in PROBE for check_first_unit.
 
@@ -81,64 +89,87 @@ def run_probe(llm: Any, work: Work, head: dict | None, resumed: bool) -> list[in
         resumed: an earlier run has finished passes, so the verifier is sound.
 
     Returns:
-        The samples probed. One whose states are not finite is left out (it is found again, and
-        skipped, in its own pass); UserError when none are.
+        The samples probed. Those whose states are not finite, or whose pass fails, are left out
+        (they are found again, and skipped, in their own pass); UserError when none are left.
     """
-    probe = work.out / PROBE
-    room = max(1, work.max_batch_tokens // selfcheck.PROBE_TOKENS)
-    indices = work.todo[0][1][: min(selfcheck.PROBE_SAMPLES, room)]
+    room = max(1, min(selfcheck.PROBE_SAMPLES, work.max_batch_tokens // selfcheck.PROBE_TOKENS))
     tokens = min(work.max_batch_tokens, selfcheck.PROBE_SAMPLES * selfcheck.PROBE_TOKENS)
     start_capture(llm, work, tokens, work.verifier_dtype)
-    while True:
-        shutil.rmtree(probe, ignore_errors=True)
-        batch = work.batch(indices, selfcheck.PROBE_TOKENS)
-        rank0(llm, "capture_check_layers", True)
-        outputs = forward(llm, batch, prompt_logprobs=0)
-        received = rank0(llm, "capture_check_layers", False)
-        submitted = rank0(llm, "capture_submit", 0, batch, str(probe))
-        one_pass(submitted["passes"])
-        (result,) = submitted["finished"] + rank0(llm, "capture_finish")
-        raise_os_error(result)
-        if not result["bad"]:
-            break
-        named = work.samples[result["bad"][0]].id
-        indices = [i for i in indices if i not in result["bad"]]
-        if not indices and resumed:
-            raise UserError(
-                f"sample {named!r} gives NaN or Inf again; mend or remove it, or accept that it is"
-                " missing with --allow-missing"
-            )
+    waiting = [i for _, members in work.todo[:PROBE_TRIES] for i in members]
+    why = ""
+    for _ in range(PROBE_TRIES * selfcheck.PROBE_SAMPLES):
+        indices, waiting = waiting[:room], waiting[room:]
         if not indices:
-            raise UserError(
-                f"sample {named!r}: its hidden states hold NaN or Inf, as have those of all samples"
-                " probed; nothing was written. Are the verifier's weights right?"
-            )
-        log(f"self-check: sample {named!r} gives NaN or Inf; probing the others")
+            break
+        try:
+            outputs, received, bad = probe_pass(llm, work, indices)
+        except Exception as e:
+            if isinstance(e, UserError | OSError):
+                raise
+            why = one_line(e)
+            reset_engine(llm, why)
+            continue
+        if not bad:
+            rank0(llm, "capture_stop")
+            check_probe(work, head, indices, outputs, received)
+            return indices
+        why = f"sample {work.samples[bad[0]].id!r} gives NaN or Inf"
+        log(f"self-check: {why}; probing others")
+        waiting = [i for i in indices if i not in bad] + waiting
         rank0(llm, "capture_clean_cache")
     rank0(llm, "capture_stop")
+    if resumed:
+        log(f"self-check: not repeated, every sample tried failed ({why})")
+        return []
+    raise UserError(
+        f"every sample probed failed ({why}); nothing was written. Are the verifier's weights"
+        " right?"
+    )
+
+
+def probe_pass(llm: Any, work: Work, indices: list[int]) -> tuple[list, dict, list[int]]:
+    """One pass over the beginnings of samples: (vLLM's outputs, per layer the difference from
+    what the next layer received, samples that are not finite)."""
+    probe = work.out / PROBE
+    shutil.rmtree(probe, ignore_errors=True)
+    batch = work.batch(indices, selfcheck.PROBE_TOKENS)
+    rank0(llm, "capture_check_layers", True)
+    outputs = forward(llm, batch, prompt_logprobs=0)
+    received = rank0(llm, "capture_check_layers", False)
+    submitted = rank0(llm, "capture_submit", 0, batch, str(probe))
+    one_pass(submitted["passes"])
+    (result,) = submitted["finished"] + rank0(llm, "capture_finish")
+    raise_write_error(result)
+    return outputs, received, result["bad"]
+
+
+def check_probe(work: Work, head: dict | None, indices: list[int], outputs: list, received) -> None:
+    """The probe's states against the verifier's log-probabilities and the layers' inputs."""
     selfcheck.check_received(received, work.layers, work.model.num_layers)
     text = f"layers {work.layers[:-1]} are what the next layer receives"
     if head is not None:
         theirs = {
             i: [p[t].logprob for t, p in zip(ids.tolist()[1:], o.prompt_logprobs[1:], strict=True)]
-            for (i, ids), o in zip(batch, outputs, strict=True)
+            for (i, ids), o in zip(
+                work.batch(indices, selfcheck.PROBE_TOKENS), outputs, strict=True
+            )
         }
         mean, count = selfcheck.check_final_layer(
-            probe, theirs, head["norm"], head["lm_head"], work.model.rms_norm_eps
+            work.out / PROBE, theirs, head["norm"], head["lm_head"], work.model.rms_norm_eps
         )
         text = (
             f"the final layer reproduces the verifier's log-probabilities (mean |difference|"
             f" {mean:.2g} over {count} tokens), {text}"
         )
     log(f"self-check: {text}")
-    return indices
 
 
 def check_first_unit(work: Work, unit: list[int], checked: list[int]) -> None:
     """The first batch, once written, must agree with the probe; otherwise it goes again."""
     checked = [i for i in checked if hidden_file(work.out, i).exists()]  # not those that failed
     if not checked:
-        raise UserError("every sample of the first batch that was probed failed; see above")
+        log("self-check: the first batch holds no sample of the probe; it is not compared")
+        return
     try:
         dtypes = {work.storage_dtype, work.verifier_dtype}
         median = selfcheck.check_layout(work.out, work.out / PROBE, checked, dtypes)
@@ -150,11 +181,6 @@ def check_first_unit(work: Work, unit: list[int], checked: list[int]) -> None:
 
 
 # ---------------------------------------------------------------- the passes
-
-
-def answer_of(call: Future) -> Any:
-    """The answer of the rank that captures to a call that was sent without waiting."""
-    return next(r for r in call.result() if r is not None)
 
 
 def one_pass(passes: int) -> None:
@@ -175,18 +201,17 @@ def run_units(llm: Any, work: Work, journal: Journal, checked: list[int], stop: 
         checked: samples of the first pass that the probe holds.
     """
     start_capture(llm, work, work.max_batch_tokens, work.storage_dtype)
-    rehearse(llm, work)
+    warm_up(llm, work)
     for index in checked:  # what an earlier run left there is not to be checked
         hidden_file(work.out, index).unlink(missing_ok=True)
     left = sum(len(s.input_ids) for s in work.samples.values())
     bar = Progress("extract", work.total_tokens, "tokens", initial=work.total_tokens - left)
     check = functools.partial(check_first_unit, work, work.todo[0][1], checked)
-    settling = Settling(work.samples, work.out, journal, bar)
-    passes = Passes(llm, work, settling, check)
+    passes = Passes(llm, work, Results(work.samples, work.out, journal, bar), check)
     for unit, indices in work.todo:
-        passes.settling.open(unit, indices)
+        passes.results.open(unit, indices)
         passes.run(unit, indices)
-        if passes.settling.failed:
+        if passes.results.failed:
             passes.finish()
         if stop.code:
             break
@@ -195,12 +220,11 @@ def run_units(llm: Any, work: Work, journal: Journal, checked: list[int], stop: 
     bar.close()
 
 
-def rehearse(llm: Any, work: Work) -> None:
-    """Run the largest pass, the one of most samples, the last and an odd one; keep nothing.
+def warm_up(llm: Any, work: Work) -> None:
+    """Run the largest pass, the one of most samples, the last and an odd one; write nothing.
 
     What would run out of memory does so now instead of after hours, and the kernels that
-    vLLM compiles for such sizes (a second or two each) do not disturb rate and ETA. A run of
-    few passes goes without.
+    vLLM compiles for such sizes (a second or two each) do not disturb rate and ETA.
     """
 
     def size(members: list[int]) -> int:
@@ -209,32 +233,42 @@ def rehearse(llm: Any, work: Work) -> None:
     passes = [members for _, members in work.todo]
     picked = [max(passes, key=size), max(passes, key=len), passes[-1]]
     picked += [members for members in passes if size(members) % 2][:1]
-    if len(passes) < 10 * len(picked):
+    if len(passes) < WARM_UP_SHARE * len(picked):
         return
     for n, members in enumerate(picked):
         if members in picked[:n]:
             continue
         try:
             forward(llm, work.batch(members))
-        except Exception as e:  # of one sample, it is found out in its own pass
-            text = f"{type(e).__name__}: {' '.join(str(e).split())[:300]}"
-            reset_engine(llm, text)
-            if "out of memory" in text.lower() or "OutOfMemory" in text:
+        except Exception as e:
+            reason = one_line(e)
+            reset_engine(llm, reason)
+            if "out of memory" in reason.lower() or "OutOfMemory" in reason:
                 raise UserError(
-                    f"a rehearsal of a pass of {size(members)} tokens ran out of memory ({text});"
-                    " nothing was written; lower --max-batch-tokens or --gpu-memory-utilization"
+                    f"a pass of {size(members)} tokens ran out of memory before any was written"
+                    f" ({reason}); lower --max-batch-tokens or --gpu-memory-utilization"
                 ) from e
+            log(f"extract: a warm-up pass failed ({reason}); its samples are tried again in time")
             continue
         rank0(llm, "capture_drop")
     rank0(llm, "capture_clean_cache")
 
 
 def reset_engine(llm: Any, reason: str) -> list[dict]:
-    """After a failed pass, make the engine ready for the next; UserError if it is dead.
+    """After a failed pass, make the engine ready for the next; returns the writers' results of
+    the passes before.
 
-    Returns the writers' results of the passes before.
+    UserError where that cannot be: a dead engine, or several ranks. When one rank fails, the
+    others have gone on with the pass, and their collective operations would pair with those of
+    the next one.
     """
-    time.sleep(1)  # vLLM's monitor needs a moment to notice a dead worker
+    ranks = llm.llm_engine.vllm_config.parallel_config.world_size
+    advice = "what is finished is saved, run the same command again to continue"
+    if ranks > 1:
+        raise UserError(
+            f"vLLM's engine died or one of its {ranks} ranks failed in a pass ({reason}; see the"
+            f" log above); {advice}"
+        )
     try:
         engine = llm.llm_engine
         engine.abort_request(list(engine.output_processor.request_states), internal=True)
@@ -242,10 +276,7 @@ def reset_engine(llm: Any, reason: str) -> list[dict]:
             engine.engine_core.engine_core.batch_queue.clear()
         return rank0(llm, "capture_drop")
     except Exception as second:
-        raise UserError(
-            f"vLLM's engine died ({reason}); what it finished is saved, run the same command again"
-            " to continue"
-        ) from second
+        raise UserError(f"vLLM's engine died ({reason}); {advice}") from second
 
 
 class Passes:
@@ -257,8 +288,8 @@ class Passes:
     hence the layout is the planned one either way.
     """
 
-    def __init__(self, llm: Any, work: Work, settling: Settling, check_first: Callable[[], None]):
-        self.work, self.settling = work, settling
+    def __init__(self, llm: Any, work: Work, results: Results, check_first: Callable[[], None]):
+        self.work, self.results = work, results
         self._check_first: Callable[[], None] | None = check_first
         self._llm, self._engine = llm, llm.llm_engine
         core = self._engine.engine_core.engine_core
@@ -296,11 +327,13 @@ class Passes:
     def finish(self) -> None:
         """Wait until all passes are computed and written, failed samples tried again."""
         self._drain()
-        while self.settling.failed:
+        while self.results.failed:
             # NaN that a sample left in the KV cache would spread to those that come after.
             rank0(self._llm, "capture_clean_cache")
-            self.run(*self.settling.failed.pop(0))
+            self.run(*self.results.failed.pop(0))
             self._drain()
+            if not self.results.failed:
+                rank0(self._llm, "capture_clean_cache")
 
     def _launch(self, batch: list) -> None:
         from vllm import SamplingParams
@@ -327,7 +360,7 @@ class Passes:
         """Wait for the files of all submitted passes."""
         submitted, self._submitted = self._submitted, None
         self._take(submitted)
-        self.settling.take(rank0(self._llm, "capture_finish"))
+        self.results.take(rank0(self._llm, "capture_finish"))
         if self._check_first is not None and submitted is not None:
             self._check_first()
             self._check_first = None
@@ -335,27 +368,23 @@ class Passes:
     def _take(self, submitted: Future | None) -> None:
         """Take the answer of a capture_submit that was sent a pass ago."""
         if submitted is not None:
-            answer = answer_of(submitted)
+            answer = captured_answer(submitted.result())
             one_pass(answer["passes"])
-            self.settling.take(answer["finished"])
+            self.results.take(answer["finished"])
 
     def _recover(self, error: Exception) -> None:
         """After a failed pass, make the engine ready for the next; UserError if it is dead.
 
         The passes in vLLM's queue count as failed; those before them are whole.
         """
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        reason = one_line(error)
         lost, self._launched = self._launched, []
         submitted, self._submitted = self._submitted, None
         results = reset_engine(self._llm, reason)
         if submitted is not None:
-            results += answer_of(submitted)["finished"]
+            results += captured_answer(submitted.result())["finished"]
         units = {unit for unit, _ in lost}
-        self.settling.take([r for r in results if r["unit"] not in units])
+        self.results.take([r for r in results if r["unit"] not in units])
         for unit, indices in lost:
             log(f"extract: pass {unit} of {len(indices)} samples failed: {reason}")
-            self.settling.fail(unit, indices, reason)
-
-
-def clear_probe(out: Path) -> None:
-    shutil.rmtree(out / PROBE, ignore_errors=True)
+            self.results.fail(unit, indices, reason)

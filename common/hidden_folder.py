@@ -4,6 +4,7 @@ import re
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,20 @@ import numpy as np
 from common.artifacts import REPORT, read_json, read_report, sha256_json
 from common.cli import UserError
 from common.hidden_files import FP8, check_hidden_file, file_checksum, hidden_file
-from common.journal import LENGTHS, checksums, digest, read_entries, read_plan
+from common.journal import (
+    LENGTHS,
+    checksums,
+    digest,
+    missing_samples,
+    read_entries,
+    read_plan,
+)
 from common.progress import Progress, log
 from common.samples import read_samples
 from common.verifier import safetensors_header
 
 SHARD = "shard-{}-of-{}"
+VERIFY_AHEAD = 64  # files read beside the one whose result is waited for
 
 
 def shard_folder(folder: Path, index: int, count: int) -> Path:
@@ -49,19 +58,28 @@ class HiddenFolder:
         return hidden_file(self.folders[index], index)
 
 
-def open_hidden(path: Path) -> HiddenFolder:
+def open_hidden(path: Path, lone_shard: bool = False) -> HiddenFolder:
     """Read the reports of a finished folder, or of all its shards.
 
-    UserError when one is missing, unfinished or made with other settings or data.
+    UserError when one is missing, unfinished, made with other settings or data, or not the
+    shard that its name says; and for a shard without the others unless `lone_shard`.
     """
-    parts = [path] if (path / REPORT).exists() else shard_folders(path)
+    whole = (path / REPORT).exists()
+    parts = [path] if whole else shard_folders(path)
     if not parts:
         read_json(path / REPORT)  # says what is wrong
     reports = [read_report(part, "extract") for part in parts]
     first = reports[0]
     settings = {k: v for k, v in first["settings"].items() if k != "shard"}
-    for part, report in zip(parts, reports, strict=True):
-        theirs = {k: v for k, v in report["settings"].items() if k != "shard"}
+    for n, (part, report) in enumerate(zip(parts, reports, strict=True)):
+        theirs = dict(report["settings"])
+        shard = theirs.pop("shard", None)
+        if whole and shard and not lone_shard:
+            raise UserError(
+                f"{part}: is shard {shard[0]} of {shard[1]}; pass the folder that holds all of them"
+            )
+        if not whole and shard != [n, len(parts)]:
+            raise UserError(f"{part}: holds shard {shard}, not the one that its name says")
         if (theirs, report["inputs"]) != (settings, first["inputs"]):
             raise UserError(
                 f"{part}: was made with other settings or data than {parts[0]}; make one of them"
@@ -69,21 +87,20 @@ def open_hidden(path: Path) -> HiddenFolder:
             )
     lengths: dict[int, int] = {}
     folders: dict[int, Path] = {}
-    for part in parts:
+    sums: dict[int, str] = {}
+    for part, report in zip(parts, reports, strict=True):
         try:
             found = {int(i): int(n) for i, n in read_json(part / LENGTHS).items()}
+            missing = {int(i) for i in report.get("missing", {})}
         except (TypeError, ValueError):
             raise UserError(f"{part / LENGTHS}: is damaged; make the folder again") from None
+        found = {i: n for i, n in found.items() if i not in missing}
         lengths |= found
         folders |= dict.fromkeys(found, part)
-    if len(parts) == 1 and "shard" not in first["settings"]:
-        content = first["content_sha256"]
-    else:
-        sums: dict[int, str] = {}
-        for part in parts:
+        if not whole:
             sums |= checksums(read_entries(part))
-        meaning = {"stage": "extract", "settings": settings, "inputs": first["inputs"]}
-        content = sha256_json(meaning | {"data": digest(sums)})
+    meaning = {"stage": "extract", "settings": settings, "inputs": first["inputs"]}
+    content = first["content_sha256"] if whole else sha256_json(meaning | {"data": digest(sums)})
     lengths = dict(sorted(lengths.items()))
     return HiddenFolder(path, settings, first["inputs"], content, lengths, folders)
 
@@ -113,61 +130,70 @@ def shard_folders(path: Path) -> list[Path]:
 # ---------------------------------------------------------------- --verify
 
 
-def verify_folder(path: Path, prepared: Path) -> tuple[int, int, int]:
+def verify_folder(folder: HiddenFolder, prepared: Path) -> tuple[int, int, int, int]:
     """Read every byte of a finished folder again.
 
-    Checks counts, lengths, token ids against the prepared data, that all states are finite,
-    and checksums against the journal. Returns (samples, tokens, bytes); UserError after the
-    last file when any is wrong, each of which is logged.
+    Checks the report against the journal, counts, lengths, token ids against the prepared data,
+    that all states are finite, and checksums. Returns (samples, tokens, bytes, samples missing);
+    UserError after the last file when any is wrong, each of which is logged.
     """
-    folder = open_hidden(path)
     parts = sorted(set(folder.folders.values()))
     sums: dict[int, str] = {}
+    missing = 0
     for part in parts:
-        entries = read_entries(part)
-        units, _ = read_plan(part)
-        unsettled = [u for u in range(len(units)) if u not in entries]
-        if unsettled:
-            raise UserError(f"{part}: pass {unsettled[0]} is not in its journal; run 03 again")
-        sums |= checksums(entries)
+        found, absent = checked_journal(part)
+        sums |= found
+        missing += absent
     if sums.keys() != folder.lengths.keys():
         odd = sorted(sums.keys() ^ folder.lengths.keys())
-        raise UserError(f"{path}: journal and {LENGTHS} differ over sample {odd[0]}; run 03 again")
+        raise UserError(
+            f"{folder.path}: journal and {LENGTHS} differ over sample {odd[0]}; run 03 again"
+        )
     strays = sum(len(list(part.glob("rows_*-*/hs_*.safetensors"))) for part in parts) - len(sums)
     if strays > 0:
-        log(f"verify: {strays} files of {path} are of no sample; nothing reads them")
+        log(f"verify: {strays} files of {folder.path} are of no sample; nothing reads them")
     bar = Progress("verify", sum(folder.lengths.values()), "tokens")
     wrong, size = 0, 0
     waiting: deque[tuple[int, Future[str | None]]] = deque()
+    last = max(folder.lengths) + 1
     with ThreadPoolExecutor(4) as pool:
-
-        def settle() -> None:
-            nonlocal wrong, size
-            index, future = waiting.popleft()
-            problem = future.result()
-            if problem:
-                wrong += 1
-                log(f"verify: {folder.file(index)}: {problem}")
-            else:
-                size += folder.file(index).stat().st_size
-            bar.add(folder.lengths[index])
-
-        last = max(folder.lengths) + 1
-        for sample in read_samples(prepared, last, only=folder.lengths.keys()):
-            i = sample.index
-            job = pool.submit(file_problem, folder, i, sample.input_ids, sums[i])
-            waiting.append((i, job))
-            if len(waiting) > 64:
-                settle()
-        while waiting:
-            settle()
+        samples = read_samples(prepared, last, only=folder.lengths.keys())
+        for sample in chain(samples, [None] * VERIFY_AHEAD):
+            if sample is not None:
+                i = sample.index
+                job = pool.submit(file_problem, folder, i, sample.input_ids, sums[i])
+                waiting.append((i, job))
+            if waiting and (sample is None or len(waiting) > VERIFY_AHEAD):
+                index, future = waiting.popleft()
+                problem = future.result()
+                if problem:
+                    wrong += 1
+                    log(f"verify: {folder.file(index)}: {problem}")
+                else:
+                    size += folder.file(index).stat().st_size
+                bar.add(folder.lengths[index])
     bar.close()
     if wrong:
         raise UserError(
-            f"{path}: {wrong} of {len(sums)} files are wrong (named above); delete them and run the"
-            " same command without --verify, it makes them again"
+            f"{folder.path}: {wrong} of {len(sums)} files are wrong (named above); delete them and"
+            " run the same command without --verify, it makes them again"
         )
-    return len(sums), sum(folder.lengths.values()), size
+    return len(sums), sum(folder.lengths.values()), size, missing
+
+
+def checked_journal(part: Path) -> tuple[dict[int, str], int]:
+    """(checksums, number of missing samples) of one folder, whose journal must be complete and
+    the one that its report was written from."""
+    report, entries = read_report(part, "extract"), read_entries(part)
+    units, _ = read_plan(part)
+    unsettled = [u for u in range(len(units)) if u not in entries]
+    if unsettled:
+        raise UserError(f"{part}: pass {unsettled[0]} is not in its journal; run 03 again")
+    sums = checksums(entries)
+    meaning = {k: report[k] for k in ("stage", "settings", "inputs")} | {"data": digest(sums)}
+    if sha256_json(meaning) != report["content_sha256"]:
+        raise UserError(f"{part}: its report is not of the files in its journal; run 03 again")
+    return sums, len(missing_samples(entries))
 
 
 def file_problem(folder: HiddenFolder, index: int, ids_T: np.ndarray, checksum: str) -> str | None:

@@ -7,7 +7,7 @@
 A line is written once the pass's files are under their names, which they get when their
 bytes are on the disk, so what it names is whole; a resume looks at sizes only and `--verify`
 reads the bytes. A pass that ran again has a later line, which holds. A power cut can lose
-the lines of the last second, and their passes run again.
+the lines since the last sync (a second of passes), which then run again.
 """
 
 import json
@@ -113,13 +113,14 @@ def digest(found: dict[int, str]) -> str:
 
 
 class Journal:
-    """Appends settled passes; `done` holds all of them."""
+    """Appends settled passes; `done` holds those of all runs. Closed at the end of a `with`."""
 
     def __init__(self, folder: Path, done: dict[int, dict[str, Any]]):
         self.folder, self.done = folder, done
+        self.settled: set[int] = set()  # by this run
         with atomic_file(folder / JOURNAL, "w") as f:  # without what a kill cut
             f.writelines(json.dumps(entry) + "\n" for entry in done.values())
-        self._file = open(folder / JOURNAL, "a", encoding="utf-8")  # noqa: SIM115 (see close)
+        self._file = open(folder / JOURNAL, "a", encoding="utf-8")  # noqa: SIM115 (see __exit__)
         self._folders: set[Path] = set()
         self._synced = time.monotonic()
 
@@ -127,17 +128,20 @@ class Journal:
         self, unit: int, seconds: float, checksums: dict[int, str], missing: dict[int, str]
     ) -> None:
         """Note a pass whose files are written."""
-        before = self.done.get(unit, {"seconds": 0.0, "checksums": {}})
+        before = self.done.get(unit, {"seconds": 0.0, "checksums": {}, "missing": {}})
+        tried = {str(i) for i in [*checksums, *missing]}
+        left = {i: why for i, why in before["missing"].items() if i not in tried}
         entry = {
             "unit": unit,
             "seconds": round(before["seconds"] + seconds, 4),
             "checksums": before["checksums"] | {str(i): h for i, h in checksums.items()},
-            "missing": {str(i): why for i, why in missing.items()},
+            "missing": left | {str(i): why for i, why in missing.items()},
         }
         self._folders |= {hidden_file(self.folder, i).parent for i in checksums}
         self._file.write(json.dumps(entry) + "\n")
         self._file.flush()  # from here on a kill does not lose it
         self.done[unit] = entry
+        self.settled.add(unit)
         if time.monotonic() - self._synced > SYNC_EVERY_SECONDS:
             self.sync()
 
@@ -148,6 +152,9 @@ class Journal:
         os.fsync(self._file.fileno())
         self._folders, self._synced = set(), time.monotonic()
 
-    def close(self) -> None:
+    def __enter__(self) -> "Journal":
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self.sync()
         self._file.close()

@@ -14,7 +14,7 @@ from typing import Any
 
 from common.artifacts import free_space, versions
 from common.cli import UserError
-from common.hidden_files import bytes_a_token
+from common.hidden_files import FP8, bytes_a_token
 from common.plan import PASSES_IN_FLIGHT, RING, SLOTS
 from common.progress import duration, log
 from common.verifier import Verifier, optional_file, read_object, safetensors_header, weight_map
@@ -36,7 +36,8 @@ class Gpu:
 class Weights:
     size: int  # of all tensors; 0 where unknown
     files: int
-    absent: list[str]  # shards that are not in the folder
+    absent: list[str]  # files that are not in the folder
+    here: bool  # whether all lie in a local folder (a hub name's do not, to be read cheaply)
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def check_weights(model: Verifier) -> Weights:
                 safetensors_header(folder / name)
                 held += (folder / name).stat().st_size
         size = size or held
-    return Weights(size, len(names), absent)
+    return Weights(size, len(names), absent, folder.is_dir() and not absent)
 
 
 def require_weights(model: Verifier, weights: Weights) -> None:
@@ -115,13 +116,16 @@ def memory_plan(
 ) -> Memory:
     """Bytes a rank for forward passes of `tokens` tokens.
 
-    Weights are split evenly over ranks (small replicated parts are within the rounding).
-    Activations are a rough count of what lives at once: the residual stream, one layer's
-    inner activations, and the 256 rows of logits that vLLM's profiling makes.
+    Weights are split evenly over ranks but for what each holds whole: MLA's projections into
+    the latent spaces and the routers. Activations are a rough count of what lives at once: the
+    residual stream, the widest layer's inner activations (of a mixture of experts one row for
+    each of a token's experts, hidden wide), and the 256 rows of logits of vLLM's profiling.
     """
-    t = model.text
+    t, replicated = model.text, 0
     if t.get("kv_lora_rank"):  # MLA: one latent a token and layer, the same on every rank
         kv = int(t["kv_lora_rank"]) + int(t.get("qk_rope_head_dim") or 0)
+        inputs = int(t.get("q_lora_rank") or 0) + kv + int(t.get("n_routed_experts") or 0)
+        replicated = 2 * model.num_layers * model.hidden_size * inputs
     else:
         heads = int(t.get("num_attention_heads") or 1)
         kv_heads = int(t.get("num_key_value_heads") or heads)
@@ -129,15 +133,18 @@ def memory_plan(
         kv = 2 * -(-kv_heads // tp_size) * head_dim
     dense = int(t.get("intermediate_size") or 4 * model.hidden_size) // tp_size
     expert = int(t.get("moe_intermediate_size") or 0) // tp_size
-    inner = max(dense, expert * int(t.get("num_experts_per_tok") or 0))
+    top = int(t.get("num_experts_per_tok") or 0)
+    inner = max(3 * dense, top * (max(2 * expert, model.hidden_size) + expert))
     logits = 256 * model.vocab_size * 4 * 4
     row = bytes_a_token(layers, model.hidden_size, storage_dtype)
+    slot = tokens * row
+    quantizing = 2 * 4 * tokens * model.hidden_size if storage_dtype == FP8 else 0
     return Memory(
-        weights=weights.size // tp_size,
+        weights=max(weights.size - replicated, 0) // tp_size + replicated,
         kv_cache=PASSES_IN_FLIGHT * tokens * kv * 2 * model.num_layers,
-        activations=tokens * (6 * model.hidden_size + 3 * inner) * 2 + logits,
-        capture=SLOTS * tokens * row,
-        host=RING * tokens * row,
+        activations=tokens * (6 * model.hidden_size + inner) * 2 + logits,
+        capture=SLOTS * slot + quantizing,
+        host=RING * (1 << (slot - 1).bit_length()),  # torch pins powers of two
     )
 
 
@@ -189,7 +196,7 @@ def check_gpus(
             f"--tp-size {tp_size}: {len(found)} GPUs are visible; lower it, or see"
             " CUDA_VISIBLE_DEVICES"
         )
-    for gpu in found[:tp_size]:
+    for rank, gpu in enumerate(found[:tp_size]):
         share = int(gpu.total * utilization)
         where = f"GPU {gpu.index} ({gpu.name})"
         if gpu.free < share:
@@ -199,13 +206,13 @@ def check_gpus(
                 f" {utilization} asks for {share / GB:.1f}; held by {held}. End it, or lower the"
                 " flag"
             )
-        if need.weights + need.kv_cache > share:
+        if need.vllm > share:
             raise UserError(
-                f"{where}: {(need.weights + need.kv_cache) / GB:.1f} GB of weights and KV cache a"
+                f"{where}: about {need.vllm / GB:.1f} GB of weights, KV cache and activations a"
                 f" rank do not fit {share / GB:.1f} GB (--gpu-memory-utilization {utilization});"
                 " raise it or --tp-size, or lower --max-batch-tokens"
             )
-        if need.capture > gpu.free - share:
+        if rank == 0 and need.capture > gpu.free - share:
             fits = (gpu.free - need.capture) / gpu.total
             raise UserError(
                 f"{where}: the capture needs {need.capture / GB:.1f} GB beside vLLM's share; lower"
@@ -241,11 +248,7 @@ def check_plan(
     model: Verifier,
     weights: Weights,
     settings: dict[str, Any],
-    units: list[list[int]],
-    lengths: dict[int, int],
-    done: dict[int, dict[str, Any]],
-    todo_bytes: int,
-    out: Path,
+    work: dict[str, str],
 ) -> None:
     """Print what is known before the load, a line a topic, and check memory; UserError where
     the run could not succeed.
@@ -253,15 +256,12 @@ def check_plan(
     Args:
         args: 03's flags.
         settings: of the hidden-states folder.
-        units, lengths: planned passes, and tokens of each sample.
-        done: the journal's entries of finished passes.
-        todo_bytes: still to write.
+        work: lines about the passes and the disk (`work_lines`).
     """
-    layers, storage, tp = settings["layers"], settings["dtype"], args.tp_size
-    need = memory_plan(model, weights, tp, args.max_batch_tokens, len(layers), storage)
-    found = gpus()
-    tokens = sum(lengths.values())
-    fill = 100 * tokens / (len(units) * args.max_batch_tokens)
+    layers, tp = settings["layers"], args.tp_size
+    need = memory_plan(model, weights, tp, args.max_batch_tokens, len(layers), settings["dtype"])
+    on_cpu = cpu_vllm()
+    found = [] if on_cpu else gpus()
     lines = {
         "verifier": f"{model.architecture}, {model.num_layers} layers, hidden {model.hidden_size},"
         f" vocabulary {model.vocab_size}, {settings['verifier_dtype']}",
@@ -276,14 +276,43 @@ def check_plan(
     for g in found:
         held = f", held by {'; '.join(g.holders)}" if g.holders else ""
         lines[f"GPU {g.index}"] = f"{g.name}, {g.free / GB:.1f} of {g.total / GB:.1f} GB free{held}"
-    lines["work"] = (
-        f"{len(lengths)} samples, {tokens} tokens in {len(units)} forward passes of at most"
+    for name, text in (lines | work).items():
+        log(f"  {name:<14} {text}")
+    if args.dry_run and not weights.here:  # a plan made elsewhere
+        log(f"  the weights of {model.path} are not here: they and this machine are not checked")
+        return
+    if found:
+        check_gpus(found, need, tp, args.gpu_memory_utilization, args.engine_args)
+    elif not on_cpu:
+        log("  no NVIDIA GPU is visible here: its memory is not checked")
+    check_host(need, on_cpu, tp)
+
+
+def work_lines(
+    args: argparse.Namespace,
+    units: list[list[int]],
+    lengths: dict[int, int],
+    done: dict[int, dict[str, Any]],
+    dtype: str,
+    todo_bytes: int,
+    out: Path,
+) -> dict[str, str]:
+    """The plan's lines about passes, disk, and, on a resume, time.
+
+    Args:
+        units, lengths: planned passes, and tokens of each sample.
+        done: the journal's entries of finished passes.
+        dtype: of the files.
+        todo_bytes: still to write.
+    """
+    tokens = sum(lengths.values())
+    fill = 100 * tokens / (len(units) * args.max_batch_tokens)
+    lines = {
+        "work": f"{len(lengths)} samples, {tokens} tokens in {len(units)} forward passes of at most"
         f" {args.max_batch_tokens} tokens ({fill:.0f} % full)"
-        + (f"; {len(done)} passes are done" if done else "")
-    )
-    lines["disk"] = (
-        f"{todo_bytes / GB:.2f} GB in {storage} to write, {free_space(out) / GB:.1f} GB free"
-    )
+        + (f"; {len(done)} passes are done" if done else ""),
+        "disk": f"{todo_bytes / GB:.2f} GB in {dtype} to write, {free_space(out) / GB:.1f} GB free",
+    }
     if done:
         finished = sum(lengths[int(i)] for e in done.values() for i in e["checksums"])
         rate = finished / max(1e-9, sum(e["seconds"] for e in done.values()))
@@ -291,14 +320,4 @@ def check_plan(
         lines["time"] = f"about {duration(left)} at {rate:.0f} tok/s so far"
     if args.num_shards > 1:
         lines["shard"] = f"{args.shard_index} of {args.num_shards} -> {out}"
-    for name, text in lines.items():
-        log(f"  {name:<14} {text}")
-    if weights.absent:  # a plan made elsewhere
-        log(f"  {model.path} holds no weights: neither they nor this machine's memory are checked")
-        return
-    on_cpu = not found and cpu_vllm()
-    if found:
-        check_gpus(found, need, tp, args.gpu_memory_utilization, args.engine_args)
-    elif not on_cpu:
-        log("  no NVIDIA GPU is visible here: its memory is not checked")
-    check_host(need, on_cpu, tp)
+    return lines

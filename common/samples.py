@@ -94,13 +94,13 @@ def read_samples(
     path = folder / FILE
     if not path.is_file():
         raise UserError(f"{path}: no such file; run 01_prepare_data.py first")
-    n = 0
+    number = 0
     with open(path, "rb") as f:
         for number, line in enumerate(f, 1):
-            if max_samples is not None and n >= max_samples:
+            index = number - 1
+            if max_samples is not None and index >= max_samples:
                 return
-            if only is not None and number - 1 not in only:
-                n += 1
+            if only is not None and index not in only:
                 continue
             where = f"{path}:{number}"
             try:
@@ -108,9 +108,8 @@ def read_samples(
             except ValueError as e:  # JSON or UTF-8
                 raise UserError(f"{where}: not JSON ({e}); make the file again with 01") from None
             ids, mask = check_sample(row, where, vocab_size)
-            yield Sample(n, str(row.get("id", n)), ids, mask)
-            n += 1
-    if n == 0:
+            yield Sample(index, str(row.get("id", index)), ids, mask)
+    if number == 0:
         raise UserError(f"{path}: holds no samples")
 
 

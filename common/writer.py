@@ -7,13 +7,14 @@ with it the memory: `RING` buffers of max_tokens x layers x hidden.
 
 import os
 import queue
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from common.cli import one_line
 from common.hidden_files import FP8, file_header, hidden_file, write_parts
 from common.plan import RING
 
@@ -95,9 +96,9 @@ class Writer:
         """Write one pass's samples, (index, token ids [T]) each, beside the next passes."""
         self._running.append(self._units.submit(self._write_unit, unit, one, samples, folder))
 
-    def finished(self, wait: bool = False) -> list[dict]:
-        """Results of passes written since the last call, of all submitted when `wait`."""
-        done = [f for f in self._running if wait or f.done()]
+    def finished(self, of_all: bool = False) -> list[dict]:
+        """Results of passes written since the last call; `of_all` waits for those submitted."""
+        done = [f for f in self._running if of_all or f.done()]
         self._running = [f for f in self._running if f not in done]
         return [f.result() for f in done]
 
@@ -108,30 +109,33 @@ class Writer:
     def _write_unit(
         self, unit: int, one: Pass, samples: list[tuple[int, np.ndarray]], folder: Path
     ) -> dict:
-        """See CaptureMethods.capture_submit for the result."""
+        """See CaptureMethods.capture_submit for the result. Raises nothing: an error is part of
+        the result, so that none of the others is lost with it."""
+        result: dict = {"unit": unit, "checksums": {}, "bad": [], "os_error": None, "error": None}
         try:
             if one.copied is not None:
                 one.copied.synchronize()
             rows, n = one.rows, one.tokens
             starts = match_rows(rows.ids_N[:n].numpy(), rows.positions_N[:n].numpy(), samples)
             finite_N = np.asarray(rows.finite_NL[:n].numpy().all(1))
-            files, bad = {}, []
+            files = {}
             for index, ids_T in samples:
                 span = slice(starts[index], starts[index] + len(ids_T))
                 if finite_N[span].all():
                     path = hidden_file(folder, index)
                     files[index] = self._files.submit(write_rows, path, rows, span, ids_T)
                 else:
-                    bad.append(index)
-            result: dict = {"unit": unit, "checksums": {}, "bad": bad, "os_error": None}
+                    result["bad"].append(index)
+            wait(files.values())  # before the buffer is given back, whatever became of them
             for index, file in files.items():
-                try:
-                    result["checksums"][index] = file.result()
-                except OSError as e:  # exceptions lose their type on the way to rank 0
-                    result["os_error"] = (e.errno, e.strerror, str(e.filename or folder))
-            return result
+                result["checksums"][index] = file.result()
+        except OSError as e:
+            result["os_error"] = (e.errno, e.strerror, str(e.filename or folder))
+        except Exception as e:  # raised again by common/results.py
+            result["error"] = one_line(e)
         finally:
             self.give_back(one.rows)
+        return result
 
 
 def write_rows(path: Path, rows: Rows, span: slice, ids_T: np.ndarray) -> str:

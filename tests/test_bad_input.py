@@ -118,7 +118,7 @@ def test_damaged_journal_lines_are_ignored(tiny_stages, tmp_path, line):
     args = ["--model-path", tiny_stages["model"], "--prepared-data", tiny_stages["prepared"],
             "--output-dir", hidden, "--max-seq-len", 256, "--max-batch-tokens", 512]  # fmt: skip
     result = must(script("03_extract_hidden_states.py", *args, "--dry-run"))
-    assert "passes are done already" not in result.stdout
+    assert "passes are done" not in result.stdout
     assert "dry run, every check passed" in last_line(result)
 
 

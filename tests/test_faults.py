@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -13,28 +12,51 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from common.artifacts import REPORT
+from common.plan import plan_units
 from tests.conftest import ROOT, files_of, last_line, must, script, train_args, write_jsonl
 from tests.test_hidden_files import extract_args
 from tests.tiny_models import make_llama, make_rows
 
-ODD = 450  # a token that one sample holds
-WHERE = 10  # that sample
+ODD = 450  # a token that two samples hold
 
 
-@pytest.fixture(scope="module")
-def odd(tmp_path_factory) -> dict:
-    """Samples of which one holds a token of its own, and a verifier to which it is NaN."""
+@pytest.fixture(scope="module", params=["first pass", "later pass"])
+def odd(request, tmp_path_factory) -> dict:
+    """Samples of which two of one pass hold a token of their own, a sound verifier with what it
+    gives of them, and a verifier to which that token is NaN."""
     folder = tmp_path_factory.mktemp("odd")
     rows = make_rows(24, vocab_size=400)
-    rows[WHERE]["input_ids"][4] = ODD
+    units = plan_units({i: len(row["input_ids"]) for i, row in enumerate(rows)}, 256)
+    later = next(u for u in units[3:] if len(u) > 2)
+    where = sorted(units[0][:2] if request.param == "first pass" else later[:2])
+    assert len(where) == 2
+    for i in where:
+        rows[i]["input_ids"][1] = ODD
     write_jsonl(folder / "prepared" / "tokenized_data.jsonl", rows)
     sound, nan = make_llama(folder / "sound"), make_llama(folder / "nan")
     weights = load_file(nan / "model.safetensors")
     weights["model.embed_tokens.weight"][ODD] = float("nan")
     save_file(weights, nan / "model.safetensors", metadata={"format": "pt"})
-    stages = {"prepared": folder / "prepared", "model": sound, "nan": nan}
-    must(script("03_extract_hidden_states.py", *extract_args(stages, folder / "whole")))
+    stages = {"prepared": folder / "prepared", "model": sound, "nan": nan, "where": where}
+    must(script("03_extract_hidden_states.py", *args_of(stages, folder / "whole")))
     return stages | {"whole": files_of(folder / "whole")}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory, tiny_llama) -> dict:
+    """Sound samples, a sound verifier, and what an unbroken run gives."""
+    folder = tmp_path_factory.mktemp("plain")
+    write_jsonl(folder / "prepared" / "tokenized_data.jsonl", make_rows(24))
+    stages = {"prepared": folder / "prepared", "model": tiny_llama}
+    must(script("03_extract_hidden_states.py", *args_of(stages, folder / "whole")))
+    return stages | {
+        "whole": files_of(folder / "whole"),
+        "passes": lines_of(folder / "whole" / "journal.jsonl"),
+    }
+
+
+def args_of(stages, out, *more):
+    return extract_args(stages, out, "--max-batch-tokens", 256, *more)
 
 
 def script_with(prelude: str, *args: object) -> subprocess.CompletedProcess:
@@ -49,42 +71,39 @@ def script_with(prelude: str, *args: object) -> subprocess.CompletedProcess:
     )  # fmt: skip
 
 
-def without(files: dict, index: int) -> dict:
-    return {
-        name: data for name, data in files.items() if not name.endswith(f"hs_{index}.safetensors")
-    }
+def without(files: dict, indices: list[int]) -> dict:
+    names = tuple(f"hs_{i}.safetensors" for i in indices)
+    return {name: data for name, data in files.items() if not name.endswith(names)}
 
 
-def test_a_sample_with_nan_is_skipped_and_the_rest_is_whole(odd, tmp_path):
-    """Exit 1 naming it; again by --allow-missing, exit 0; 04 trains on what there is."""
+def test_samples_with_nan_are_skipped_and_the_rest_is_whole(odd, tmp_path):
+    """Exit 1 naming the first; again by --allow-missing, exit 0; 04 trains on what there is."""
     out = tmp_path / "hidden"
     stages = odd | {"model": odd["nan"], "hidden": out}
-    result = script("03_extract_hidden_states.py", *extract_args(stages, out))
-    assert result.returncode == 1
-    assert f"1 of 24 samples have no hidden states, the first on line {WHERE + 1}" in last_line(
-        result
-    )
-    assert "NaN or Inf" in last_line(result)
-    assert f"sample 'r{WHERE}' (line {WHERE + 1}) is skipped" in result.stdout
-    assert files_of(out) == without(odd["whole"], WHERE)
-    assert json.loads((out / REPORT).read_text())["status"] == "in_progress"
-    again = script("03_extract_hidden_states.py", *extract_args(stages, out))
-    assert again.returncode == 1
-    assert f"sample 'r{WHERE}' gives NaN or Inf again" in last_line(again)
-    accepted = extract_args(stages, out, "--allow-missing", 1)
+    for _ in range(2):  # the second run tries them again, with the same end
+        result = script("03_extract_hidden_states.py", *args_of(stages, out))
+        assert result.returncode == 1
+        first = f"2 of 24 samples have no hidden states, the first on line {odd['where'][0] + 1}"
+        assert first in last_line(result)
+        assert "NaN or Inf" in last_line(result)
+        assert files_of(out) == without(odd["whole"], odd["where"])
+        assert json.loads((out / REPORT).read_text())["status"] == "in_progress"
+    accepted = args_of(stages, out, "--allow-missing", 2)
     result = must(script("03_extract_hidden_states.py", *accepted))
-    assert "1 samples are missing, as allowed" in last_line(result)
-    assert "in vLLM" not in result.stdout
+    assert "2 samples are missing, as allowed" in last_line(result)
+    assert "in vLLM" not in result.stdout  # nothing was loaded for it
     report = json.loads((out / REPORT).read_text())
-    assert report["num_samples"] == 23
-    assert list(report["missing"]) == [str(WHERE)]
-    must(script("03_extract_hidden_states.py", *extract_args(stages, out, "--verify")))
+    assert report["num_samples"] == 22
+    assert list(report["missing"]) == [str(i) for i in odd["where"]]
+    assert "is complete" in last_line(must(script("03_extract_hidden_states.py", *accepted)))
+    verified = must(script("03_extract_hidden_states.py", *args_of(stages, out, "--verify")))
+    assert "2 samples are missing, as allowed" in last_line(verified)
     vocab = tmp_path / "vocab"
     must(script("02_build_vocab_map.py", "--model-path", odd["nan"], "--prepared-data",
                 odd["prepared"], "--output-dir", vocab, "--draft-vocab-size", 256))  # fmt: skip
     args = train_args(stages | {"vocab": vocab}, tmp_path / "draft", "--heldout-fraction", 0,
                       "--epochs", 1)  # fmt: skip
-    assert "train: 23 samples" in must(script("04_train.py", *args)).stdout
+    assert "train: 22 samples" in must(script("04_train.py", *args)).stdout
 
 
 # A fault inside vLLM's forward pass, whenever the odd token is in it.
@@ -101,34 +120,40 @@ common.capture.CaptureMethods._on_embedding = faulty
 QUEUE = """
 import vllm.config.vllm
 vllm.config.vllm.VllmConfig.max_concurrent_batches = property(lambda self: 2)
+import common.extraction
+init = common.extraction.Passes.__init__
+def checked(self, *args):
+    init(self, *args)
+    assert self._queue is not None
+common.extraction.Passes.__init__ = checked
 """
 
 
 @pytest.mark.parametrize("prelude", [FAULT, QUEUE + FAULT], ids=["one pass", "two passes"])
-def test_a_pass_that_fails_costs_one_sample(odd, tmp_path, prelude):
-    """Its samples run again alone; the odd one fails alone too and is left out."""
+def test_a_pass_that_fails_costs_its_faulty_samples(odd, tmp_path, prelude):
+    """It runs again, then sample by sample; those that fail alone too are left out."""
     out = tmp_path / "hidden"
-    result = script_with(prelude, *extract_args(odd, out))
+    result = script_with(prelude, *args_of(odd, out))
     assert result.returncode == 1, result.stderr[-2000:]
-    assert f"the first on line {WHERE + 1}" in last_line(result)
+    assert f"the first on line {odd['where'][0] + 1}" in last_line(result)
     assert "an illegal memory access, say" in last_line(result)
-    assert files_of(out) == without(odd["whole"], WHERE)
-    must(script("03_extract_hidden_states.py", *extract_args(odd, out)))  # sound: none is missing
+    assert files_of(out) == without(odd["whole"], odd["where"])
+    must(script("03_extract_hidden_states.py", *args_of(odd, out)))  # sound: none is missing
     assert files_of(out) == odd["whole"]
 
 
-def test_two_passes_in_flight_give_the_same_bytes(odd, tmp_path):
-    must(script_with(QUEUE, *extract_args(odd, tmp_path / "hidden")))
-    assert files_of(tmp_path / "hidden") == odd["whole"]
+def test_two_passes_in_flight_give_the_same_bytes(plain, tmp_path):
+    must(script_with(QUEUE, *args_of(plain, tmp_path / "hidden")))
+    assert files_of(tmp_path / "hidden") == plain["whole"]
 
 
-def test_a_broken_verifier_ends_the_run_before_any_data(odd, tmp_path):
-    weights = load_file(odd["model"] / "model.safetensors")
+def test_a_broken_verifier_ends_the_run_before_any_data(plain, tmp_path):
     model = make_llama(tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
     weights["model.layers.3.mlp.up_proj.weight"][:] = float("nan")
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     out = tmp_path / "hidden"
-    result = script("03_extract_hidden_states.py", *extract_args(odd | {"model": model}, out))
+    result = script("03_extract_hidden_states.py", *args_of(plain | {"model": model}, out))
     assert result.returncode == 1
     assert "Are the verifier's weights right?" in last_line(result)
     assert not list(out.glob("[!.]*"))
@@ -145,17 +170,15 @@ def lines_of(path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def test_a_worker_that_dies_ends_the_run_clearly(odd, tmp_path):
+def test_a_worker_that_dies_ends_the_run_clearly(plain, tmp_path):
     """TP=2, one worker killed; nothing is left running, and the same command finishes."""
     out = tmp_path / "hidden"
-    args = extract_args(odd, out, "--tp-size", 2, "--batch-size", 1)
+    args = args_of(plain, out, "--tp-size", 2, "--batch-size", 1)
     process = start(*args)
-    workers = []
     while process.poll() is None and lines_of(out / "journal.jsonl") < 3:
         time.sleep(0.005)
-    for child in psutil.Process(process.pid).children(recursive=True):
-        if "VLLM::Worker" in child.name():
-            workers.append(child)
+    children = psutil.Process(process.pid).children(recursive=True)
+    workers = [child for child in children if "VLLM::Worker" in child.name()]
     assert len(workers) == 2
     workers[1].kill()
     killed_at = time.monotonic()
@@ -165,17 +188,15 @@ def test_a_worker_that_dies_ends_the_run_clearly(odd, tmp_path):
     assert "run the same command again" in stderr.strip().splitlines()[-1]
     assert time.monotonic() - killed_at < 30
     assert not any(w.is_running() and w.status() != psutil.STATUS_ZOMBIE for w in workers)
-    kept = lines_of(out / "journal.jsonl")
-    assert 3 <= kept < 24
+    assert 3 <= lines_of(out / "journal.jsonl") < 24
     must(script("03_extract_hidden_states.py", *args))
     must(script("03_extract_hidden_states.py", *args, "--verify"))
 
 
-def test_an_engine_that_does_not_come_up_is_given_up(odd, tmp_path):
+def test_an_engine_that_does_not_come_up_is_given_up(plain, tmp_path):
     began = time.monotonic()
     out = tmp_path / "hidden"
-    result = script("03_extract_hidden_states.py",
-                    *extract_args(odd, out, "--load-timeout", 0.01))  # fmt: skip
+    result = script("03_extract_hidden_states.py", *args_of(plain, out, "--load-timeout", 0.01))
     assert result.returncode == 1
     assert "did not come up" in last_line(result)
     assert "--load-timeout" in last_line(result)
@@ -183,18 +204,29 @@ def test_an_engine_that_does_not_come_up_is_given_up(odd, tmp_path):
     assert not list(out.glob("[!.]*"))
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_sigkill_at_a_random_moment_loses_nothing(odd, tmp_path, seed):
-    """Of the 20 that benchmarks/kill_resume.py does: every file equals an unbroken run's."""
-    rng = random.Random(seed)
+def test_given_up_workers_are_ended():
+    code = "import subprocess; from common.engine import end_workers; p = subprocess.Popen("
+    code += "['sleep', '60']); end_workers(); print(p.wait(5))"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert result.stdout.strip() == "-9"
+
+
+@pytest.mark.parametrize("moment", ["first", "middle", "last"])
+def test_sigkill_loses_nothing(plain, tmp_path, moment):
+    """Every file equals an unbroken run's (benchmarks/kill_resume.py: 20 random moments)."""
     out = tmp_path / "hidden"
-    process = start(*extract_args(odd, out))
-    until = rng.randrange(5)
+    args = args_of(plain, out)
+    process = start(*args)
+    until = {"first": 1, "middle": plain["passes"] // 2, "last": plain["passes"] - 1}[moment]
     while process.poll() is None and lines_of(out / "journal.jsonl") < until:
-        time.sleep(0.002)
-    time.sleep(rng.random() * (0.1 if until else 10))
+        time.sleep(0.001)
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=60)
-    must(script("03_extract_hidden_states.py", *extract_args(odd, out)))
-    assert files_of(out) == odd["whole"]
+    assert process.returncode == -signal.SIGKILL
+    assert until <= lines_of(out / "journal.jsonl") <= plain["passes"]
+    assert json.loads((out / REPORT).read_text())["status"] == "in_progress"
+    with open(out / "journal.jsonl", "a") as f:  # as a kill within the write leaves it
+        f.write('{"unit": 5, "chec')
+    must(script("03_extract_hidden_states.py", *args))
+    assert files_of(out) == plain["whole"]
     assert not list(out.rglob("*.partial"))

@@ -194,19 +194,43 @@ def test_shards_are_the_unsharded_folder_in_parts(tiny_stages, tmp_path):
     from tests.conftest import train_args
 
     args = train_args(tiny_stages | {"hidden": out}, tmp_path / "draft", "--epochs", 1)
-    assert "40 samples" not in last_line(must(script("04_train.py", *args)))
+    assert "train: 38 samples" in must(script("04_train.py", *args)).stdout  # and 2 held out
+    with pytest.raises(UserError, match="is shard 0 of 2; pass the folder that holds all"):
+        open_hidden(out / "shard-0-of-2")
+    shutil.rmtree(out / "shard-1-of-2")
+    shutil.copytree(out / "shard-0-of-2", out / "shard-1-of-2")
+    with pytest.raises(UserError, match=r"holds shard \[0, 2\], not the one that its name says"):
+        open_hidden(out)
 
 
 def test_shard_flags(tiny_stages, tmp_path):
-    for more in (
-        ["--num-shards", 2],
-        ["--shard-index", 0],
-        ["--num-shards", 2, "--shard-index", 2],
-    ):
+    two = ["--num-shards", 2]
+    for more in (two, ["--shard-index", 1], [*two, "--shard-index", 2]):
         result = script("03_extract_hidden_states.py", *extract_args(tiny_stages, tmp_path, *more))
         assert result.returncode == 2
         assert "needs --shard-index" in last_line(result)
+    one = ["--num-shards", 1, "--shard-index", 0, "--dry-run"]  # a Slurm array of one task
+    must(script("03_extract_hidden_states.py", *extract_args(tiny_stages, tmp_path, *one)))
     many = extract_args(tiny_stages, tmp_path / "o", "--num-shards", 99, "--shard-index", 3)
     result = script("03_extract_hidden_states.py", *many)
     assert result.returncode == 1
     assert "the samples make 8 forward passes; use fewer shards" in last_line(result)
+
+
+def test_float8_from_end_to_end(tiny_stages, tmp_path):
+    """03 writes it and checks it against the verifier, --verify reads it, 04 trains on it."""
+    from tests.conftest import train_args
+
+    out = tmp_path / "hidden"
+    args = extract_args(tiny_stages, out, "--storage-dtype", "fp8")
+    text = must(script("03_extract_hidden_states.py", *args)).stdout
+    assert "the first batch agrees with the probe" in text
+    for name, data in files_of(tiny_stages["hidden"]).items():
+        ours, _ = read_hidden(out / name)
+        theirs, _ = read_hidden(tiny_stages["hidden"] / name)
+        error_TL = (ours.float() - theirs.float()).norm(dim=-1) / theirs.float().norm(dim=-1)
+        assert float(error_TL.max()) < 0.04
+        assert (out / name).stat().st_size < 0.52 * len(data)
+    must(script("03_extract_hidden_states.py", *args, "--verify"))
+    must(script("04_train.py", *train_args(tiny_stages | {"hidden": out}, tmp_path / "draft",
+                                           "--epochs", 1)))  # fmt: skip

@@ -158,8 +158,8 @@ def killed(name, args, ready, sig) -> subprocess.CompletedProcess:
     return subprocess.CompletedProcess(args, process.returncode, out, err)
 
 
-@pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGTERM])
-def test_extraction_resumes_to_the_same_bytes(tiny_stages, tmp_path, sig):
+def test_extraction_that_is_asked_to_stop_resumes_to_the_same_bytes(tiny_stages, tmp_path):
+    """SIGTERM: the step is finished and saved, exit 143 (SIGKILL: tests/test_faults.py)."""
     out = tmp_path / "hidden"
 
     def two_units_done():
@@ -167,22 +167,14 @@ def test_extraction_resumes_to_the_same_bytes(tiny_stages, tmp_path, sig):
         return path.exists() and path.read_bytes().count(b"\n") >= 2
 
     args = extract_args(tiny_stages, out)
-    result = killed("03_extract_hidden_states.py", args, two_units_done, sig)
-    if sig == signal.SIGTERM:
-        assert result.returncode in (143, 0)  # 0: it was in the last unit
-        if result.returncode:
-            assert "run again to continue" in last_line(result)
-    else:
-        assert result.returncode == -signal.SIGKILL
-    # A kill also leaves what was in flight: a cut journal line and a file in pieces.
-    if sig == signal.SIGKILL:
-        with open(out / "journal.jsonl", "a") as f:
-            f.write('{"unit": 5, "sha')
+    result = killed("03_extract_hidden_states.py", args, two_units_done, signal.SIGTERM)
+    assert result.returncode in (143, 0)  # 0: it was in the last unit
+    if result.returncode:
+        assert "run again to continue" in last_line(result)
     must(script("03_extract_hidden_states.py", *args))
     assert files_of(out) == files_of(tiny_stages["hidden"])
     mine, theirs = (json.loads((p / REPORT).read_text()) for p in (out, tiny_stages["hidden"]))
     assert mine["content_sha256"] == theirs["content_sha256"]
-    assert not list(out.rglob("*.partial"))
 
 
 def test_disk_that_fills_up_while_extracting(tiny_stages, tmp_path):
@@ -258,22 +250,6 @@ def test_training_resumes_to_the_same_bits(tiny_stages, tmp_path, sig):
         return [(x["step"], x.get("loss"), x.get("heldout_accuracy")) for x in lines]
 
     assert curve(out) == curve(whole)
-
-
-def test_tensor_parallel_states_equal_one_rank(tiny_stages, tmp_path):
-    """TP=2 on two cores, real workers: same states within bf16 noise, one rank writing."""
-    import torch
-    from safetensors.torch import load_file
-
-    out = tmp_path / "tp2"
-    must(script("03_extract_hidden_states.py", *extract_args(tiny_stages, out, "--tp-size", 2)))
-    names = files_of(out)
-    assert names.keys() == files_of(tiny_stages["hidden"]).keys()
-    for name in names:
-        a, b = load_file(out / name), load_file(tiny_stages["hidden"] / name)
-        assert torch.equal(a["token_ids"], b["token_ids"])
-        x, y = a["hidden_states"].float(), b["hidden_states"].float()
-        assert float((x - y).norm() / y.norm()) < 0.02
 
 
 def test_the_original_failing_command(tiny_llama, tiny_prepared, tmp_path):

@@ -9,11 +9,11 @@ from common.journal import Journal
 from common.progress import Progress, log
 from common.samples import Sample
 
-# So many failures with no success between them are not the samples' fault.
-FAILURES_IN_A_ROW = 8
+# So many passes in a row without one good sample are not the samples' fault.
+FAILED_PASSES = 3
 
 
-class Settling:
+class Results:
     """Collects the results of passes until each of a pass's samples is written or given up.
 
     A pass that fails runs again by itself first: what failed may have lain in the pass before
@@ -28,7 +28,7 @@ class Settling:
         self._missing: dict[int, dict[int, str]] = {}
         self._again: set[int] = set()  # passes that ran by themselves
         self._alone: set[int] = set()  # samples that ran alone
-        self._in_a_row = 0
+        self._failed_passes = 0  # in a row
         self._mark = time.monotonic()
 
     def open(self, unit: int, indices: list[int]) -> None:
@@ -39,14 +39,12 @@ class Settling:
     def take(self, results: list[dict]) -> None:
         """Note results of the writers; OSError where they could not write."""
         for result in results:
-            raise_os_error(result)
+            raise_write_error(result)
             unit = result["unit"]
             self._checksums[unit] |= result["checksums"]
-            if result["checksums"]:
-                self._in_a_row = 0
             if result["bad"]:
                 self.fail(unit, result["bad"], "its hidden states hold NaN or Inf")
-            self._settle(unit)
+            self._note_if_done(unit)
 
     def fail(self, unit: int, indices: list[int], why: str) -> None:
         """Have a pass or samples of it run again, or give up those that ran alone."""
@@ -64,22 +62,16 @@ class Settling:
             else:
                 self._alone.add(index)
                 self.failed.append((unit, [index]))
-        self._settle(unit)
+                log(f"extract: sample {self.samples[index].id!r} runs alone: {why}")
+        self._note_if_done(unit)
 
     def _give_up(self, unit: int, index: int, why: str) -> None:
         hidden_file(self.out, index).unlink(missing_ok=True)  # an earlier run's
         sample = self.samples[index]
         log(f"extract: sample {sample.id!r} (line {index + 1}) is skipped: {why}")
         self._missing[unit][index] = why
-        self._in_a_row += 1
-        if self._in_a_row >= FAILURES_IN_A_ROW:
-            raise UserError(
-                f"{self._in_a_row} samples in a row failed, alone too ({sample.id!r}: {why}); the"
-                " verifier or the machine is at fault, not the samples. What is finished is saved;"
-                " run the same command again to continue"
-            )
 
-    def _settle(self, unit: int) -> None:
+    def _note_if_done(self, unit: int) -> None:
         """Note the pass in the journal if all its samples are written or given up."""
         if unit not in self._members:
             return
@@ -92,9 +84,19 @@ class Settling:
         self._mark = now
         self.bar.add(sum(len(self.samples[i].input_ids) for i in members))
         del self._members[unit], self._checksums[unit], self._missing[unit]
+        self._failed_passes = 0 if checksums else self._failed_passes + 1
+        if self._failed_passes >= FAILED_PASSES:
+            index, why = next(iter(missing.items()))
+            raise UserError(
+                f"{self._failed_passes} passes in a row failed, each sample alone too (line"
+                f" {index + 1}: {why}); the verifier or the machine is at fault, not the samples."
+                " What is finished is saved; run the same command again to continue"
+            )
 
 
-def raise_os_error(result: dict) -> None:
-    """OSError where the writers could not write (exceptions lose their type between processes)."""
+def raise_write_error(result: dict) -> None:
+    """The error of a writer, whose type is lost on the way between processes."""
     if result["os_error"] is not None:
         raise OSError(*result["os_error"])
+    if result["error"] is not None:
+        raise RuntimeError(result["error"])
