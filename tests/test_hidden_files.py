@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save
 
+from common.artifacts import REPORT, sha256_json
 from common.cli import UserError
 from common.hidden_files import (
     FP8,
@@ -20,6 +21,7 @@ from common.hidden_files import (
     read_hidden,
 )
 from common.hidden_folder import all_finite, open_hidden
+from common.journal import checksums, digest
 from common.plan import deal_units, plan_units
 from common.writer import Rows, write_rows
 from tests.conftest import files_of, last_line, must, script
@@ -127,6 +129,18 @@ def test_verify_passes_on_a_whole_folder(tiny_stages):
     assert before == {p: p.stat().st_mtime_ns for p in tiny_stages["hidden"].rglob("*")}
 
 
+def test_verify_refuses_another_runs_report(tiny_stages, tmp_path):
+    out = tmp_path / "hidden"
+    shutil.copytree(tiny_stages["hidden"], out)
+    lines = (out / "journal.jsonl").read_text().splitlines()
+    entry = json.loads(lines[0])
+    entry["checksums"] = dict.fromkeys(entry["checksums"], "0" * 32)
+    (out / "journal.jsonl").write_text("\n".join([json.dumps(entry), *lines[1:]]) + "\n")
+    result = verify(tiny_stages, out)
+    assert result.returncode == 1
+    assert "its report is not of the files in its journal" in last_line(result)
+
+
 def flip_a_byte(path):
     data = bytearray(path.read_bytes())
     data[-5] ^= 1
@@ -156,7 +170,7 @@ def not_finite(path):
     ],
 )
 def test_verify_finds_what_is_wrong(tiny_stages, tmp_path, spoil, journal, text):
-    """`journal`: the checksum is made to agree, so that the check behind it speaks."""
+    """`journal`: journal and report are made to agree, so that the check behind it speaks."""
     from common.hidden_files import file_checksum
 
     out = tmp_path / "hidden"
@@ -169,6 +183,11 @@ def test_verify_finds_what_is_wrong(tiny_stages, tmp_path, spoil, journal, text)
             if "7" in entry["checksums"]:
                 entry["checksums"]["7"] = file_checksum(path)
         (out / "journal.jsonl").write_text("".join(json.dumps(e) + "\n" for e in entries))
+        report = json.loads((out / REPORT).read_text())
+        meaning = {k: report[k] for k in ("stage", "settings", "inputs")}
+        data = digest(checksums({e["unit"]: e for e in entries}))
+        report["content_sha256"] = sha256_json(meaning | {"data": data})
+        (out / REPORT).write_text(json.dumps(report))
     result = verify(tiny_stages, out)
     assert result.returncode == 1
     assert f"hs_7.safetensors: {text}" in result.stdout
@@ -214,7 +233,7 @@ def test_shard_flags(tiny_stages, tmp_path):
     many = extract_args(tiny_stages, tmp_path / "o", "--num-shards", 99, "--shard-index", 3)
     result = script("03_extract_hidden_states.py", *many)
     assert result.returncode == 1
-    assert "the samples make 8 forward passes; use fewer shards" in last_line(result)
+    assert "forward passes; use fewer shards" in last_line(result)
 
 
 def test_float8_from_end_to_end(tiny_stages, tmp_path):
