@@ -158,7 +158,10 @@ def test_missing_model(tmp_path):
     [
         ({"input_ids": [1, 700], "loss_mask": [0, 1]}, ["jsonl:2: id 700 is outside"]),
         ({"input_ids": [1, 2, 3], "loss_mask": [0, 1]}, ["jsonl:2: 3 input_ids and 2"]),
-        ({"input_ids": [5] * 300, "loss_mask": [1] * 300}, ["jsonl:2: the sample has 300 tokens, over 256"]),
+        (
+            {"input_ids": [5] * 300, "loss_mask": [1] * 300},
+            ["jsonl:2: the sample has 300 tokens, over 256"],
+        ),
     ],
 )
 def test_extract_checks_the_samples_before_loading(tiny_llama, tmp_path, row, texts):
