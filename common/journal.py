@@ -36,6 +36,10 @@ def write_plan(folder: Path, units: list[list[int]], lengths: dict[int, int]) ->
 
 def read_plan(folder: Path) -> tuple[list[list[int]], dict[int, int]]:
     """Return (units, lengths) of an earlier run with the same settings and data."""
+    if not (folder / PLAN).exists():
+        raise UserError(
+            f"{folder}: has no {PLAN}, an earlier version made it; --overwrite makes it again"
+        )
     try:
         units = [[int(i) for i in unit] for unit in read_json(folder / PLAN)["units"]]
         found = {int(i): int(n) for i, n in read_json(folder / LENGTHS).items()}

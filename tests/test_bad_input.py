@@ -338,3 +338,15 @@ def test_unknown_shape_key(tiny_stages, tmp_path):
     more = ("--draft", '{"head_dimm": 64}')
     result = script("04_train.py", *train_args(tiny_stages, tmp_path / "d", *more))
     fails(result, "unknown key head_dimm; did you mean head_dim?", folder=tmp_path / "d")
+
+
+def test_a_folder_without_its_plan_says_what_to_do(tiny_stages, tmp_path):
+    hidden = tmp_path / "hidden"
+    shutil.copytree(tiny_stages["hidden"], hidden)
+    (hidden / "plan.json").unlink()
+    args = ["--model-path", tiny_stages["model"], "--prepared-data", tiny_stages["prepared"],
+            "--output-dir", hidden, "--max-seq-len", 256, "--max-batch-tokens", 512]  # fmt: skip
+    result = script("03_extract_hidden_states.py", *args)
+    assert result.returncode == 1
+    assert "has no plan.json" in last_line(result)
+    assert "--overwrite makes it again" in last_line(result)
