@@ -267,10 +267,7 @@ def extract(args, work, report, units, lengths, done) -> None:
                 extraction.run_units(llm, work, record, checked, stopper)
         except Exception as e:
             if engine.failed(llm) and not isinstance(e, cli.UserError):
-                raise cli.UserError(
-                    f"vLLM's engine died ({cli.one_line(e)}); what is finished is saved, run the"
-                    " same command again to continue"
-                ) from e
+                raise engine.engine_died(cli.one_line(e)) from e
             raise
         finally:
             shutil.rmtree(out / extraction.PROBE, ignore_errors=True)

@@ -7,9 +7,9 @@ that the embedding sees and the positions that the first layer gets, so nothing 
 how a runner (V1 or V2) orders requests. With tensor parallelism all ranks hold the same
 full rows; rank 0 alone captures and writes.
 
-On a GPU a pass costs one addition a layer: the hooks lay the rows out as the files have
-them in one of two buffers on the GPU, and a side stream copies that to the host while the
-next pass fills the other.
+On a GPU a pass costs a few elementwise operations a captured layer: the hooks lay the rows out
+as the files have them in one of two buffers on the GPU, and a side stream copies that to the
+host while the next pass fills the other.
 """
 
 from pathlib import Path

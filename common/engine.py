@@ -203,6 +203,14 @@ def stop_engine(llm: "LLM") -> None:
     gc.collect()
 
 
+def engine_died(reason: str) -> UserError:
+    """The error for an engine that cannot go on in this process."""
+    return UserError(
+        f"vLLM's engine died ({reason}); what is finished is saved, run the same command again to"
+        " continue"
+    )
+
+
 def failed(llm: "LLM") -> bool:
     """Whether vLLM has noticed that one of its workers died."""
     executor = llm.llm_engine.engine_core.engine_core.model_executor  # type: ignore[attr-defined]

@@ -14,6 +14,7 @@ from typing import Any
 
 from common import selfcheck
 from common.cli import UserError, one_line
+from common.engine import engine_died
 from common.hidden_files import hidden_file
 from common.journal import Journal
 from common.progress import Progress, Stopper, log
@@ -22,9 +23,9 @@ from common.samples import Sample
 from common.verifier import Verifier
 
 PROBE = ".probe"
-PROBE_TRIES = 3
-# Warming up may cost this part of a run's passes: on a CPU, where few and long passes make up a
-# run, it would take as long as a tenth of them.
+PROBE_TRIES = 3  # passes whose samples the probe may try
+# A run warms up only if it has this many times the passes of the warm-up: where few long passes
+# make up a run, as on a CPU, warming up would cost more than it tells.
 WARM_UP_SHARE = 10
 
 
@@ -61,14 +62,19 @@ def captured_answer(answers: list) -> Any:
 
 
 def forward(llm: Any, batch: list, **sampling: Any) -> list:
-    """One forward pass over the batch: each request makes the one token vLLM insists on."""
-    from vllm import SamplingParams
-
+    """One forward pass over the batch."""
     return llm.generate(
         [{"prompt_token_ids": ids.tolist()} for _, ids in batch],
-        SamplingParams(max_tokens=1, temperature=0, detokenize=False, **sampling),
+        one_token(**sampling),
         use_tqdm=False,
     )
+
+
+def one_token(**sampling: Any) -> Any:
+    """Sampling parameters of a prefill: the one token that vLLM insists on."""
+    from vllm import SamplingParams
+
+    return SamplingParams(max_tokens=1, temperature=0, detokenize=False, **sampling)
 
 
 def start_capture(llm: Any, work: Work, tokens: int, dtype: str) -> None:
@@ -263,12 +269,8 @@ def reset_engine(llm: Any, reason: str) -> list[dict]:
     the next one.
     """
     ranks = llm.llm_engine.vllm_config.parallel_config.world_size
-    advice = "what is finished is saved, run the same command again to continue"
     if ranks > 1:
-        raise UserError(
-            f"vLLM's engine died or one of its {ranks} ranks failed in a pass ({reason}; see the"
-            f" log above); {advice}"
-        )
+        raise engine_died(f"or one of its {ranks} ranks failed in a pass: {reason}; see the log")
     try:
         engine = llm.llm_engine
         engine.abort_request(list(engine.output_processor.request_states), internal=True)
@@ -276,7 +278,7 @@ def reset_engine(llm: Any, reason: str) -> list[dict]:
             engine.engine_core.engine_core.batch_queue.clear()
         return rank0(llm, "capture_drop")
     except Exception as second:
-        raise UserError(f"vLLM's engine died ({reason}); {advice}") from second
+        raise engine_died(reason) from second
 
 
 class Passes:
@@ -336,14 +338,12 @@ class Passes:
                 rank0(self._llm, "capture_clean_cache")
 
     def _launch(self, batch: list) -> None:
-        from vllm import SamplingParams
-
         for _, ids_T in batch:
             self._requests += 1
             self._engine.add_request(
                 str(self._requests),
                 {"prompt_token_ids": ids_T.tolist()},
-                SamplingParams(max_tokens=1, temperature=0, detokenize=False),
+                one_token(),
             )
         self._engine.step()
 

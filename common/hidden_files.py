@@ -15,7 +15,7 @@ A folder holds either those files, or shard folders `shard-<i>-of-<n>` that hold
 import json
 import struct
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
@@ -124,8 +124,8 @@ def quantize_rows(
 
 def check_hidden_file(
     path: Path, tokens: int, num_layers: int, hidden_size: int, dtype: str
-) -> None:
-    """UserError unless the file is whole and of the shape that the report promises."""
+) -> dict[str, Any]:
+    """The file's header; UserError unless it is whole and of the shape that the report promises."""
     if not path.is_file():
         raise UserError(f"{path}: missing; run 03 again, it makes what is missing")
     header = safetensors_header(path)
@@ -142,6 +142,7 @@ def check_hidden_file(
                 f"{path}: {name} is {found.get('dtype')} {found.get('shape')}, expected {kind}"
                 f" {shape}; delete it and run 03 again"
             )
+    return header
 
 
 def read_hidden(path: Path, first: int | None = None) -> "tuple[torch.Tensor, torch.Tensor]":

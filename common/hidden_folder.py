@@ -23,7 +23,6 @@ from common.journal import (
 )
 from common.progress import Progress, log
 from common.samples import read_samples
-from common.verifier import safetensors_header
 
 SHARD = "shard-{}-of-{}"
 VERIFY_AHEAD = 64  # files read beside the one whose result is waited for
@@ -202,12 +201,11 @@ def file_problem(folder: HiddenFolder, index: int, ids_T: np.ndarray, checksum: 
     if folder.lengths[index] != len(ids_T):
         return f"{folder.lengths[index]} tokens, the prepared sample has {len(ids_T)}"
     try:
-        check_hidden_file(path, len(ids_T), *folder.shape)
+        header = check_hidden_file(path, len(ids_T), *folder.shape)
     except UserError as e:
         return str(e).removeprefix(f"{path}: ")
     if file_checksum(path) != checksum:
         return "its bytes are not those that were written (checksum)"
-    header = safetensors_header(path)
     begin = path.stat().st_size - max(
         v["data_offsets"][1] for k, v in header.items() if k != "__metadata__"
     )

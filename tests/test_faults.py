@@ -13,8 +13,16 @@ from safetensors.torch import load_file, save_file
 
 from common.artifacts import REPORT
 from common.plan import plan_units
-from tests.conftest import ROOT, files_of, last_line, must, script, train_args, write_jsonl
-from tests.test_hidden_files import extract_args
+from tests.conftest import (
+    ROOT,
+    extract_args,
+    files_of,
+    last_line,
+    must,
+    script,
+    train_args,
+    write_jsonl,
+)
 from tests.tiny_models import make_llama, make_rows
 
 ODD = 450  # a token that two samples hold

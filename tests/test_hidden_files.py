@@ -24,7 +24,7 @@ from common.hidden_folder import all_finite, open_hidden
 from common.journal import checksums, digest
 from common.plan import deal_units, plan_units
 from common.writer import Rows, write_rows
-from tests.conftest import files_of, last_line, must, script
+from tests.conftest import extract_args, files_of, last_line, must, script
 
 
 def rows_of(states_TLH: torch.Tensor, scale_TL: torch.Tensor | None = None) -> Rows:
@@ -108,13 +108,6 @@ def test_shards_share_the_passes_evenly_by_tokens(lengths, budget, count):
     assert sorted(map(tuple, (u for s in shards for u in s))) == sorted(map(tuple, units))
     loads = [sum(lengths[i] for u in s for i in u) for s in shards]
     assert max(loads) - min(loads) <= budget
-
-
-def extract_args(stages, out, *more):
-    return [
-        "--model-path", stages["model"], "--prepared-data", stages["prepared"],
-        "--output-dir", out, "--max-seq-len", 256, "--max-batch-tokens", 512, *more,
-    ]  # fmt: skip
 
 
 def verify(stages, out):

@@ -13,6 +13,7 @@ import pytest
 from common.artifacts import REPORT
 from tests.conftest import (
     ROOT,
+    extract_args,
     files_of,
     last_line,
     must,
@@ -130,13 +131,6 @@ def test_evaluation_serves_the_draft_both_ways(tiny_stages, tmp_path):
     broken = script("tools/evaluate_draft.py", *args)
     assert broken.returncode == 1
     assert "not a whole safetensors file" in last_line(broken)
-
-
-def extract_args(stages, out, *more):
-    return [
-        "--model-path", stages["model"], "--prepared-data", stages["prepared"],
-        "--output-dir", out, "--max-seq-len", 256, "--max-batch-tokens", 512, *more,
-    ]  # fmt: skip
 
 
 def killed(name, args, ready, sig) -> subprocess.CompletedProcess:
