@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from common.cli import UserError, finish, one_line, report_error
 from common.plan import MAX_SAMPLES_A_PASS, PASSES_IN_FLIGHT
-from common.preflight import cpu_vllm
 from common.progress import duration, heartbeat
 from common.verifier import Verifier
 
@@ -119,9 +118,9 @@ def capture_engine_args(
         ),
         "gpu_memory_utilization": gpu_memory_utilization,
         "trust_remote_code": trust_remote_code,
-        # A pass is launched while the one before computes (common/extraction.py, Passes). vLLM
-        # has no such queue on CPUs, and with Ray only in some versions.
-        "async_scheduling": not cpu_vllm() and executor in (None, "mp", "uni"),
+        # A pass is launched while the one before computes (common/extraction.py, Passes). With
+        # Ray vLLM has such a queue in some versions only; on CPUs it turns this off.
+        "async_scheduling": executor in (None, "mp", "uni"),
     }
 
 
