@@ -10,10 +10,10 @@ last state was saved, to the same bits.
 import argparse
 import functools
 import importlib.util
+import itertools
 import json
 import os
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from common import artifacts, cli, progress
@@ -130,7 +130,7 @@ def main() -> None:
             raise cli.UserError(f"the package {package} is not installed; see requirements.txt")
 
     # ---------------------------------------------------------------- plan
-    from common import curves, packing, serving
+    from common import curves, loading, packing, serving
 
     lengths = {i: len(s.input_ids) for i, s in data.items()}
     held = {
@@ -176,12 +176,14 @@ def main() -> None:
     artifacts.write_json(out / artifacts.REPORT, report({}, None, 0))
 
     # ---------------------------------------------------------------- work
-    fill = args.max_batch_tokens if device == "cpu" else 0
-    reader = packing.RowReader(hidden, data, args.ttt_steps, args.loss_rule, fill)
+    longest = max(sum(lengths[i] for i in row) for _, row in plan)
     # whatever the loss, a server accepts along paths inside answers
-    judge = packing.RowReader(hidden, data, args.ttt_steps, "answer", fill)
+    readers = [
+        loading.RowReader(hidden, data, args.ttt_steps, rule, longest, device == "cuda")
+        for rule in (args.loss_rule, "answer")
+    ]
     run = (args, model, shape, layers, device, dtype, d2t, t2d)
-    result, spent = train_draft(run, reader, judge, plan, held, lengths, out)
+    result, spent = train_draft(run, readers, plan, held, lengths, out)
 
     # ---------------------------------------------------------------- report
     curves.draw_curves(out)
@@ -200,74 +202,81 @@ def main() -> None:
     )
 
 
-def train_draft(run, reader, judge, plan, held, lengths, out: Path) -> tuple[dict | None, float]:
+def train_draft(run, readers, plan, held, lengths, out: Path) -> tuple[dict | None, float]:
     """Train to the end of the plan, resuming from the newest state, and export the
     checkpoint; returns the last held-out measure and the seconds of all steps of all runs."""
     import torch
 
-    from common import checkpoint, curves, export, packing, training
+    from common import checkpoint, curves, export, loading, packing, training
     from common.draft_shape import flops_of_row
 
     args, model, shape, layers, device, dtype, d2t, t2d = run
+    reader, judge = readers
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    teacher, draft = training.build(model, shape, d2t, device, dtype, args.seed)
-    draft.lm_head.weight.requires_grad_(args.train_lm_head)
-    trained = [p for p in draft.parameters() if p.requires_grad]
+    teacher, masters = training.build(model, shape, d2t, device, dtype, args.seed)
+    masters.lm_head.weight.requires_grad_(args.train_lm_head)
+    trained = [p for p in masters.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(
         trained, lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True
     )
-    step, heldout, spent = 0, None, 0.0
+    begun, heldout, spent = 0, None, 0.0
     newest = checkpoint.latest_state(out / "state")
     if newest is not None:
-        saved = checkpoint.load_state(newest, draft, optimizer)
-        step, heldout, spent = saved["step"], saved["heldout"], saved["seconds"]
-        progress.log(f"train: continuing after step {step} of {len(plan)}")
-    curves.keep_metrics(out / "metrics.jsonl", step)
-    weights = [args.ttt_decay**k for k in range(args.ttt_steps)]
+        saved = checkpoint.load_state(newest, masters, optimizer)
+        begun, heldout, spent = saved["step"], saved["heldout"], saved["seconds"]
+        progress.log(f"train: continuing after step {begun} of {len(plan)}")
+    trainer = training.Trainer(masters, dtype, optimizer, args.clip)
+    curves.keep_metrics(out / "metrics.jsonl", begun)
     row_tokens = [sum(lengths[i] for i in row) for _, row in plan]
     held_rows = packing.pack_rows(held, args.max_batch_tokens, None)
-    bar = progress.Progress("train", sum(row_tokens), "tokens", initial=sum(row_tokens[:step]))
+    bar = progress.Progress("train", sum(row_tokens), "tokens", initial=sum(row_tokens[:begun]))
     stopper = progress.Stopper()
+    last = time.monotonic()
 
-    with (
-        ThreadPoolExecutor(1) as loader,
-        open(out / "metrics.jsonl", "a", encoding="utf-8") as metrics,
-    ):
+    with open(out / "metrics.jsonl", "a", encoding="utf-8") as metrics:
 
         def note(line: dict) -> None:
             metrics.write(json.dumps(line) + "\n")
             metrics.flush()
 
-        ahead = None
-        while step < len(plan):
-            began = time.monotonic()
-            epoch, tokens = plan[step][0], row_tokens[step]
-            row = ahead.result() if ahead else reader.read(plan[step][1])
-            row = training.to_device(row, device)
-            # On a CPU a second thread's tensor operations would fight this one's for the cores.
-            if device != "cpu" and step + 1 < len(plan):
-                ahead = loader.submit(reader.read, plan[step + 1][1])
-            lr = args.lr * training.schedule(step, len(plan), args.warmup)
-            found = training.train_step(
-                draft, teacher, row, optimizer, lr, args.clip, weights, device, dtype
-            )
-            step += 1
-            seconds = time.monotonic() - began
+        def settle(step: int, sums: training.StepSums, work: packing.RowWork, lr: float) -> None:
+            """Note a finished step; its time is that since the one before."""
+            nonlocal last, spent
+            found = sums.metrics(step, work.losses)
+            seconds, last = time.monotonic() - last, time.monotonic()
             spent += seconds
-            columns = [len(c) for c in row.columns]
-            flops = flops_of_row(shape, len(row.ids_T), columns, found.pop("loss_rows"))
+            epoch, tokens = plan[step - 1][0], row_tokens[step - 1]
+            flops = flops_of_row(shape, reader.tokens, work.columns, work.losses)
             speed = {
                 "tokens": tokens,
                 "tokens_per_second": round(tokens / seconds, 1),
                 "tflops": round(flops / seconds / 1e12, 3),
             }
-            note({"step": step, "epoch": epoch, **found, **speed})
+            note({"step": step, "epoch": epoch, **found, "lr": lr, **speed})
             shown = " ".join(f"{a:.3f}" for a in found["accuracy_by_depth"])
             text = f"step {step}/{len(plan)} epoch {epoch + 1} loss {found['loss']:.3f} acc {shown}"
             bar.add(tokens, text)
-            if held_rows and (step == len(plan) or plan[step][0] != epoch):
-                heldout = training.measure(draft, teacher, judge, held_rows, device, dtype)
+
+        rows = loading.rows_ahead(reader, [row for _, row in plan[begun:]], device)
+        waiting: tuple | None = None  # the step launched last: a GPU is still at it
+        for step in range(begun + 1, len(plan) + 1):
+            epoch, indices = plan[step - 1]
+            samples = [reader.samples[i] for i in indices]
+            work = packing.row_work(samples, args.ttt_steps, args.loss_rule)
+            weights = [args.ttt_decay**k / max(1, n) for k, n in enumerate(work.losses)]
+            lr = args.lr * training.schedule(step - 1, len(plan), args.warmup)
+            sums = trainer.step(teacher, itertools.islice(rows, 1), weights, lr)
+            if waiting is not None:
+                settle(*waiting)
+            waiting = (step, sums, work, lr)
+            ends = step == len(plan) or plan[step][0] != epoch
+            if not (ends or stopper.code or step % args.save_every == 0):
+                continue
+            settle(*waiting)
+            waiting = None
+            if held_rows and ends:
+                heldout = training.measure(trainer.draft, teacher, judge, held_rows, device)
                 note({"step": step, "epoch": epoch, **heldout})
                 progress.log(
                     f"train: epoch {epoch + 1} held-out accuracy {heldout['heldout_accuracy']}"
@@ -275,14 +284,15 @@ def train_draft(run, reader, judge, plan, held, lengths, out: Path) -> tuple[dic
                 )
             if stopper.code or step % args.save_every == 0 or step == len(plan):
                 extra = {"heldout": heldout, "seconds": round(spent, 2)}
-                checkpoint.save_state(out / "state", step, draft, optimizer, extra)
+                checkpoint.save_state(out / "state", step, masters, optimizer, extra)
             if stopper.code and step < len(plan):
                 raise cli.Interrupted(
                     stopper.code, f"state after step {step} saved; run again to continue"
                 )
+            last = time.monotonic()
     bar.close()
     maps = torch.from_numpy(d2t), torch.from_numpy(t2d)
-    export.export_draft(out, draft, model, layers[:-1], args.ttt_steps, *maps, dtype)
+    export.export_draft(out, masters, model, layers[:-1], args.ttt_steps, *maps, dtype)
     return heldout, spent
 
 

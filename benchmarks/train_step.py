@@ -14,10 +14,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from common.draft_shape import DraftShape, flops_of_row
-from common.eagle3 import Eagle3Draft, PackedRow, initialize
-from common.loss_table import loss_table, needed_columns
-from common.training import train_step
+from common.eagle3 import Eagle3Draft, initialize
+from common.packed_row import PackedRow, make_row
+from common.training import Trainer
 from common.ttt_step import Teacher
+
+WARM_UP = 4  # compiles for one length, then for any
+
+
+def random_row(a: argparse.Namespace, seed: int, dtype: torch.dtype) -> PackedRow:
+    """Samples of a.sample_tokens whose last part carries loss; every seed another length."""
+    torch.manual_seed(seed)
+    lengths = [a.sample_tokens] * (a.tokens // a.sample_tokens)
+    places = torch.arange(a.tokens) % a.sample_tokens
+    mask = places >= a.sample_tokens * (1 - a.loss_share) + 8 * seed
+    states = torch.randn(a.tokens, 4, a.hidden_size, dtype=dtype)
+    ids = torch.randint(0, a.vocab_size, (a.tokens,))
+    return make_row(states, None, ids, mask, lengths, a.ttt_steps, a.rule)
 
 
 def main() -> None:
@@ -55,33 +68,21 @@ def main() -> None:
             eps=1e-6,
             target_D=target,
         )
-        draft = Eagle3Draft(shape)
-        initialize(draft, teacher.head_DH)
-    draft.lm_head.weight.requires_grad_(a.train_lm_head)
-    trained = [w for w in draft.parameters() if w.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
-    starts = list(range(0, a.tokens, a.sample_tokens))
-    places = torch.arange(a.tokens) % a.sample_tokens
-    mask = places >= a.sample_tokens * (1 - a.loss_share)
-    table = loss_table(mask, starts, a.ttt_steps, a.rule)
-    row = PackedRow(
-        aux_TAH=torch.randn(a.tokens, 3 * H, dtype=dtype, device=a.device),
-        last_TH=torch.randn(a.tokens, H, dtype=dtype, device=a.device),
-        ids_T=torch.randint(0, a.vocab_size, (a.tokens,), device=a.device),
-        positions_T=places.to(a.device),
-        starts=starts,
-        table=table,
-        columns=needed_columns(table),
-    )
+        masters = Eagle3Draft(shape)
+        initialize(masters, teacher.head_DH)
+    masters.lm_head.weight.requires_grad_(a.train_lm_head)
+    trained = [w for w in masters.parameters() if w.requires_grad]
+    trainer = Trainer(masters, dtype, torch.optim.AdamW(trained, lr=1e-4, fused=True), 1.0)
+    rows = [random_row(a, n, dtype).to(a.device) for n in range(3)]
     times = []
-    for n in range(a.steps + 2):
+    for n in range(a.steps + WARM_UP):
         began = time.perf_counter()
-        weights = [1.0] * a.ttt_steps
-        found = train_step(draft, teacher, row, optimizer, 1e-4, 1.0, weights, a.device, dtype)
-        if n >= 2:  # the loss was read: the device has finished
+        row = rows[n % len(rows)]
+        counts = [one.real for one in row.losses]
+        found = trainer.step(teacher, [row], [1 / c for c in counts], 1e-4).metrics(n, counts)
+        if n >= WARM_UP:  # the loss was read: the device has finished
             times.append(time.perf_counter() - began)
-    columns = [len(c) for c in row.columns]
-    flops = flops_of_row(shape, a.tokens, columns, found["loss_rows"])
+    flops = flops_of_row(shape, a.tokens, len(row.columns_N), counts)
     median = sorted(times)[len(times) // 2]
     print(
         json.dumps(

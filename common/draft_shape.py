@@ -99,12 +99,12 @@ def parameter_count(shape: DraftShape) -> int:
     return fc + layer + s.hidden_size * s.draft_vocab_size
 
 
-def flops_of_row(shape: DraftShape, tokens: int, columns: list[int], losses: list[int]) -> int:
+def flops_of_row(shape: DraftShape, tokens: int, columns: int, losses: list[int]) -> int:
     """Floating-point operations of one step, forward and backward, attention scores left out.
 
     Args:
         tokens: of the row; fc (no gradient to its input) and depth-0 keys and values.
-        columns: per depth, the columns run.
+        columns: run at every depth.
         losses: per depth, the rows of the head (counted as trained).
     """
     s = shape
@@ -112,6 +112,6 @@ def flops_of_row(shape: DraftShape, tokens: int, columns: list[int], losses: lis
     keys_values = 2 * s.hidden_size * 2 * kv
     queries_mlp = 3 * s.hidden_size * q + 3 * s.hidden_size * s.intermediate_size
     total = tokens * (4 * s.num_aux_layers * s.hidden_size**2 + 6 * keys_values)
-    total += 6 * (sum(columns) * queries_mlp + sum(columns[1:]) * keys_values)
+    total += 6 * columns * (len(losses) * queries_mlp + (len(losses) - 1) * keys_values)
     head = s.hidden_size * s.draft_vocab_size
     return total + 6 * sum(losses) * head + 2 * max(losses, default=0) * head

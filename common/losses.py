@@ -1,22 +1,29 @@
 """KL divergence between the verifier's and the draft's next-token distributions.
 
 Both are over the draft's vocabulary (speculators 0.9, losses/eager.py: kl_div). Gradients
-are made in the forward pass, in place of the logits, so that of the [N, D] tensors one
-exists, in the compute dtype; softmax runs in float32 on a few rows at a time.
+are made in the forward pass, in place of the logits, so that of the [n, D] tensors one
+exists, in the compute dtype; softmax runs in float32, in a GPU's registers or on a few rows
+at a time.
+
+Shape suffixes: n losses of one depth, U rows of the teacher, H hidden size, D draft vocabulary.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-# Elements of a chunk in float32: what a core's cache holds, or enough to fill a GPU.
-CHUNK_ELEMENTS = {"cpu": 2**19, "cuda": 2**26}
+from common.compiled import region
+
+# Elements of a chunk on a CPU: what a core's cache holds in float32.
+CHUNK_ELEMENTS = 2**19
 
 
-def row_chunks(x_ND: torch.Tensor) -> list[slice]:
-    """Slices of rows of about CHUNK_ELEMENTS elements."""
-    size = max(1, CHUNK_ELEMENTS.get(x_ND.device.type, 2**26) // x_ND.shape[1])
-    return [slice(a, min(a + size, len(x_ND))) for a in range(0, len(x_ND), size)]
+def row_chunks(x_nD: torch.Tensor) -> list[slice]:
+    """Slices of rows of about CHUNK_ELEMENTS elements; on a GPU one, nothing of it is held."""
+    n = len(x_nD)
+    size = n if x_nD.is_cuda else max(1, CHUNK_ELEMENTS // x_nD.shape[1])
+    return [slice(a, min(a + size, n)) for a in range(0, n, size)]
 
 
 @dataclass(frozen=True)
@@ -32,63 +39,85 @@ def teacher_probs(logits_UD: torch.Tensor) -> TeacherProbs:
     """Softmax of the verifier's logits over the draft's vocabulary, in place of the logits."""
     negentropy_U = torch.empty(len(logits_UD), device=logits_UD.device)
     for part in row_chunks(logits_UD):
-        log_p_nD = logits_UD[part].float().log_softmax(-1)
-        p_nD = log_p_nD.exp()
-        negentropy_U[part] = (p_nD * log_p_nD).sum(-1)
-        logits_UD[part] = p_nD.to(logits_UD.dtype)
+        p_nD, negentropy_U[part] = softmax_rows(logits_UD[part])
+        logits_UD[part] = p_nD
     return TeacherProbs(logits_UD, negentropy_U)
+
+
+@region
+def softmax_rows(logits_nD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (probabilities in the logits' dtype, sum p log p float32)."""
+    log_p_nD = logits_nD.float().log_softmax(-1)
+    p_nD = log_p_nD.exp()
+    return p_nD.to(logits_nD.dtype), (p_nD * log_p_nD).sum(-1)
+
+
+@region
+def kl_rows(
+    logits_nD: torch.Tensor, p_UD: torch.Tensor, at_n: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (cross entropy against the teacher's rows at_n, float32 [n]; argmax ids [n]; the
+    gradient by the logits, softmax - p, in their dtype)."""
+    x_nD, p_nD = logits_nD.float(), p_UD[at_n].float()
+    top_n1, predicted_n1 = x_nD.max(-1, keepdim=True)
+    q_nD = (x_nD - top_n1).exp()
+    sum_n1 = q_nD.sum(-1, keepdim=True)
+    # log-sum-exp, weighted by sum p (1 up to the rounding of p)
+    loss_n = (sum_n1.log() + top_n1)[:, 0] * p_nD.sum(-1) - (p_nD * x_nD).sum(-1)
+    return loss_n, predicted_n1[:, 0], (q_nD / sum_n1 - p_nD).to(logits_nD.dtype)
 
 
 class LinearKL(torch.autograd.Function):
     """Sum over rows of KL(p || softmax(states @ head.T)); see `linear_kl`."""
 
     @staticmethod
-    def forward(ctx, states_NH, head_DH, p_UD, negentropy_U, at_N, real):
-        logits_ND = states_NH @ head_DH.T
-        predicted_N = torch.empty(len(states_NH), dtype=torch.int64, device=states_NH.device)
-        loss_N = negentropy_U[at_N]
-        for part in row_chunks(logits_ND):
-            logits_nD = logits_ND[part].float()
-            p_nD = p_UD[at_N[part]].float()
-            top_n1, predicted = logits_nD.max(-1, keepdim=True)
-            predicted_N[part] = predicted[:, 0]
-            loss_N[part] -= (p_nD * logits_nD).sum(-1)
-            q_nD = (logits_nD - top_n1).exp_()
-            sum_n1 = q_nD.sum(-1, keepdim=True)
-            # log-sum-exp, weighted by sum p (1 up to the rounding of p)
-            loss_N[part] += (sum_n1.log() + top_n1)[:, 0] * p_nD.sum(-1)
-            logits_ND[part] = (q_nD / sum_n1).sub_(p_nD).to(logits_ND.dtype)
-        d_logits_ND = logits_ND  # d loss / d logits = q - p
-        d_logits_ND[real:] = 0
-        grad_states = d_logits_ND @ head_DH
-        grad_head = d_logits_ND.T @ states_NH if ctx.needs_input_grad[1] else None
+    def forward(
+        ctx: Any,
+        states_nH: torch.Tensor,
+        head_DH: torch.Tensor,
+        p_UD: torch.Tensor,
+        negentropy_U: torch.Tensor,
+        at_n: torch.Tensor,
+        real: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logits_nD = states_nH @ head_DH.T
+        predicted_n = torch.empty(len(states_nH), dtype=torch.int64, device=states_nH.device)
+        loss_n = negentropy_U[at_n]
+        for part in row_chunks(logits_nD):
+            cross_n, predicted_n[part], gradient_nD = kl_rows(logits_nD[part], p_UD, at_n[part])
+            loss_n[part] += cross_n
+            logits_nD[part] = gradient_nD
+        d_logits_nD = logits_nD
+        d_logits_nD[real:] = 0
+        grad_states = d_logits_nD @ head_DH
+        grad_head = d_logits_nD.T @ states_nH if ctx.needs_input_grad[1] else None
         ctx.save_for_backward(grad_states, grad_head)
-        predicted_N = predicted_N[:real]
-        ctx.mark_non_differentiable(predicted_N)
-        return loss_N[:real].sum(), predicted_N
+        predicted_n = predicted_n[:real]
+        ctx.mark_non_differentiable(predicted_n)
+        return loss_n[:real].sum(), predicted_n
 
     @staticmethod
-    def backward(ctx, grad_total, _grad_predicted):
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grad_states, grad_head = ctx.saved_tensors
         if grad_head is not None:
-            grad_head = grad_head * grad_total.to(grad_head.dtype)
-        return grad_states * grad_total.to(grad_states.dtype), grad_head, None, None, None, None
+            grad_head = grad_head * grads[0].to(grad_head.dtype)
+        return grad_states * grads[0].to(grad_states.dtype), grad_head, None, None, None, None
 
 
 def linear_kl(
-    states_NH: torch.Tensor,
+    states_nH: torch.Tensor,
     head_DH: torch.Tensor,
     teacher: TeacherProbs,
-    at_N: torch.Tensor,
+    at_n: torch.Tensor,
     real: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (sum of KL over the first `real` rows, float32 scalar; their argmax ids, int64).
 
     Args:
-        states_NH: normed states, in the compute dtype.
+        states_nH: normed states, in the compute dtype.
         head_DH: the draft's head in the compute dtype; it gets a gradient where it requires one.
         teacher: the verifier's distributions, made once a step.
-        at_N: the teacher's row that each state is to match.
-        real: rows after these are filling (see common.packing.FILL).
+        at_n: the teacher's row that each state is to match.
+        real: rows after these are filling (see common.packed_row.FILL).
     """
-    return LinearKL.apply(states_NH, head_DH, teacher.p_UD, teacher.negentropy_U, at_N, real)
+    return LinearKL.apply(states_nH, head_DH, teacher.p_UD, teacher.negentropy_U, at_n, real)

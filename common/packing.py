@@ -1,4 +1,4 @@
-"""Packed rows of samples: which go together, and how they are read from 03's files."""
+"""Packed rows of samples: which samples train, and which go together."""
 
 import hashlib
 import random
@@ -6,11 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from common.cli import UserError
-from common.eagle3 import PackedRow
-from common.hidden_files import read_hidden
-from common.hidden_folder import HiddenFolder
-from common.loss_table import loss_table, needed_columns
+from common.loss_table import loss_table
 from common.samples import Sample
 
 
@@ -54,55 +50,17 @@ def pack_rows(lengths: dict[int, int], budget: int, shuffle: int | None) -> list
     return rows
 
 
-# On a CPU, oneDNN compiles a kernel for every new shape of a bfloat16 product (about 10 ms
-# each, as much as the product itself). There, rows are filled up to one length and columns to
-# a multiple of this, so that shapes repeat.
-FILL = 128
-
-
 @dataclass(frozen=True)
-class RowReader:
-    """Reads packed rows from a hidden-states folder; called from a loader thread.
+class RowWork:
+    """What a row of samples asks of a step: columns computed; predictions with loss at each
+    depth."""
 
-    `fill_to`: the budget, whose next multiple of FILL rows are filled up to (0: not).
-    """
+    columns: int
+    losses: list[int]
 
-    hidden: HiddenFolder
-    samples: dict[int, Sample]
-    depths: int
-    rule: str
-    fill_to: int = 0
 
-    def read(self, indices: list[int]) -> PackedRow:
-        """Read samples into a row on the CPU."""
-        files = [self.hidden.file(i) for i in indices]
-        hidden, stored = map(list, zip(*(read_hidden(f) for f in files), strict=True))
-        ids = [torch.from_numpy(self.samples[i].input_ids).long() for i in indices]
-        for path, mine, theirs in zip(files, ids, stored, strict=True):
-            if not torch.equal(mine, theirs):
-                raise UserError(f"{path}: its token_ids are not the sample's; delete it, run 03")
-        masks = [torch.from_numpy(self.samples[i].loss_mask) for i in indices]
-        if self.fill_to:
-            n = -(-self.fill_to // FILL) * FILL + FILL - sum(len(x) for x in ids)
-            hidden.append(hidden[0].new_zeros(n, *hidden[0].shape[1:]))
-            ids.append(torch.zeros(n, dtype=torch.int64))
-            masks.append(torch.zeros(n, dtype=torch.bool))
-        starts = [0]
-        for x in ids[:-1]:
-            starts.append(starts[-1] + len(x))
-        row_TLH = torch.cat(hidden)
-        table = loss_table(torch.cat(masks), starts, self.depths, self.rule)
-        columns = needed_columns(table)
-        if self.fill_to:
-            # every depth runs the same columns, some of the filling's among them
-            extra = -len(columns[0]) % FILL
-            columns = [torch.cat([columns[0], starts[-1] + torch.arange(extra)])] * self.depths
-        return PackedRow(
-            aux_TAH=row_TLH[:, :-1].flatten(1),
-            last_TH=row_TLH[:, -1],
-            ids_T=torch.cat(ids),
-            positions_T=torch.cat([torch.arange(len(x)) for x in ids]),
-            starts=starts,
-            table=table,
-            columns=columns,
-        )
+def row_work(samples: list[Sample], depths: int, rule: str) -> RowWork:
+    """Count a row's work from its samples' masks alone."""
+    tables = [loss_table(torch.from_numpy(s.loss_mask), [0], depths, rule) for s in samples]
+    columns = sum(int(table.any(0).sum()) for table in tables)
+    return RowWork(columns, torch.stack([table.sum(1) for table in tables]).sum(0).tolist())

@@ -1,7 +1,8 @@
 """The parts of 04's loop: what it is built of, one optimizer step, the held-out measure."""
 
 import math
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -9,8 +10,9 @@ import torch
 from common import ttt_step
 from common.cli import UserError
 from common.draft_shape import DraftShape
-from common.eagle3 import Eagle3Draft, PackedRow, initialize
-from common.packing import RowReader
+from common.eagle3 import Eagle3Draft, initialize
+from common.loading import RowReader, rows_ahead
+from common.packed_row import PackedRow
 from common.verifier import Verifier, read_tensors
 
 
@@ -22,70 +24,148 @@ def build(
     dtype: torch.dtype,
     seed: int,
 ) -> tuple[ttt_step.Teacher, Eagle3Draft]:
-    """Return (teacher, fresh draft) on the device; of the verifier, three tensors are read.
-
-    The draft's weights are float32 masters, the teacher's are in the compute dtype.
-    """
+    """Return (teacher in the compute dtype, fresh float32 draft) on the device; of the
+    verifier, three tensors are read."""
     tensors = read_tensors(verifier, ("embed_tokens", "lm_head", "norm"))
-    target_D = torch.from_numpy(d2t) + torch.arange(len(d2t))
-    head_VH = tensors["lm_head"]
+    target_D = (torch.from_numpy(d2t) + torch.arange(len(d2t))).to(device)
+    head_VH = tensors["lm_head"].to(device)
     teacher = ttt_step.Teacher(
         embed_VH=tensors["embed_tokens"].to(device, dtype),
-        head_VH=head_VH.to(device, dtype),
-        head_DH=head_VH[target_D].to(device, dtype),
+        head_VH=head_VH.to(dtype),
+        head_DH=head_VH[target_D].to(dtype),
         norm_H=tensors["norm"].to(device, torch.float32),
         eps=verifier.rms_norm_eps,
-        target_D=target_D.to(device),
+        target_D=target_D,
     )
     torch.manual_seed(seed)
-    draft = Eagle3Draft(shape)
+    with torch.device(device):
+        draft = Eagle3Draft(shape)
     initialize(draft, head_VH[target_D])
-    return teacher, draft.to(device)
+    return teacher, draft
 
 
-def train_step(
-    draft: Eagle3Draft,
-    teacher: ttt_step.Teacher,
-    row: PackedRow,
-    optimizer: torch.optim.Optimizer,
-    lr: float,
-    clip: float,
-    depth_weights: list[float],
-    device: str,
-    dtype: torch.dtype,
-) -> dict:
-    """One optimizer step on a packed row; returns what metrics.jsonl notes of it.
+class Trainer:
+    """A draft in training: float32 `masters` that the optimizer moves, and `draft`, what runs:
+    a copy with its matrices in the compute dtype (the masters themselves in float32).
 
-    UserError, before the weights are touched, when the loss or its gradient is not finite.
+    Args:
+        clip: largest norm of a step's gradient.
     """
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    with torch.autocast(device, dtype, enabled=dtype != torch.float32):
-        result = ttt_step.step_loss(draft, teacher, row, depth_weights, dtype)
-    optimizer.zero_grad()
-    result.loss.backward()
-    trained = [p for p in draft.parameters() if p.requires_grad]
-    norm = torch.nn.utils.clip_grad_norm_(trained, clip)
-    loss = float(result.loss.detach())
-    if not math.isfinite(loss) or not math.isfinite(float(norm)):
-        raise UserError(
-            f"the loss is {loss} and its gradient's norm {float(norm)}; no step was taken. Lower"
-            " --lr and start again with --overwrite"
-        )
-    optimizer.step()
-    counts = result.counts
-    return {
-        "loss": round(loss, 5),
-        "loss_by_depth": [
-            round(float(s) / n, 5) for s, n in zip(result.loss_sums, counts, strict=True)
-        ],
-        "accuracy_by_depth": [
-            round(int(c) / n, 4) for c, n in zip(result.correct, counts, strict=True)
-        ],
-        "lr": lr,
-        "grad_norm": round(float(norm), 4),
-        "loss_rows": counts,
-    }
+
+    def __init__(
+        self,
+        masters: Eagle3Draft,
+        dtype: torch.dtype,
+        optimizer: torch.optim.Optimizer,
+        clip: float,
+    ):
+        self.masters, self.optimizer, self.clip = masters, optimizer, clip
+        self.draft = masters if dtype == torch.float32 else compute_copy(masters, dtype)
+        self._pairs = list(zip(masters.parameters(), self.draft.parameters(), strict=True))
+        self.publish()
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Copy the masters to the draft that runs."""
+        for master, copy in self._pairs:
+            if copy is not master:
+                copy.copy_(master)
+
+    @torch.no_grad()
+    def collect(self) -> None:
+        """Add the gradients of the draft that ran to the masters'."""
+        for master, copy in self._pairs:
+            if copy is master or copy.grad is None:
+                continue
+            if master.grad is None:
+                master.grad = copy.grad.float()
+            else:
+                master.grad += copy.grad
+            copy.grad = None
+
+    def step(
+        self,
+        teacher: ttt_step.Teacher,
+        rows: Iterable[PackedRow],
+        weights: list[float],
+        lr: float,
+    ) -> "StepSums":
+        """One optimizer step; does not wait for a GPU.
+
+        Args:
+            weights: of each depth's summed KL, for the sum over the rows to be a mean.
+        """
+        sums = None
+        for row in rows:
+            loss, one = ttt_step.step_loss(self.draft, teacher, row, weights)
+            loss.backward()
+            self.collect()
+            sums = one if sums is None else sums + one
+        assert sums is not None
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        trained = [p for p in self.masters.parameters() if p.requires_grad]
+        norm = torch.nn.utils.clip_grad_norm_(trained, self.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.publish()
+        return StepSums.fetch(torch.cat([sums.flatten(), norm.view(1)]), weights)
+
+
+def compute_copy(masters: Eagle3Draft, dtype: torch.dtype) -> Eagle3Draft:
+    """A draft with the masters' shape whose matrices are in `dtype`; norms stay float32."""
+    with torch.device("meta"):
+        draft = Eagle3Draft(masters.shape)
+    draft.to_empty(device=masters.fc.weight.device)
+    for master, copy in zip(masters.parameters(), draft.parameters(), strict=True):
+        copy.requires_grad_(master.requires_grad)
+        if copy.dim() == 2:
+            copy.data = copy.data.to(dtype)
+    return draft
+
+
+@dataclass
+class StepSums:
+    """What a step measured, on its way from the device: see `metrics`."""
+
+    values: torch.Tensor  # float32 [2K + 1] on the CPU: sums of KL, hits, gradient norm
+    copied: torch.cuda.Event | None
+    weights: list[float]
+
+    @classmethod
+    def fetch(cls, values: torch.Tensor, weights: list[float]) -> "StepSums":
+        """Start the copy to the CPU."""
+        if not values.is_cuda:
+            return cls(values, None, weights)
+        there = torch.empty(values.shape, pin_memory=True)
+        there.copy_(values, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+        return cls(there, copied, weights)
+
+    def metrics(self, step: int, counts: list[int]) -> dict:
+        """What metrics.jsonl notes; UserError where the loss or its gradient is not finite.
+
+        Args:
+            counts: predictions with loss at each depth.
+        """
+        if self.copied is not None:
+            self.copied.synchronize()
+        K = len(self.weights)
+        *sums, norm = self.values.tolist()
+        loss = sum(w * s for w, s in zip(self.weights, sums[:K], strict=True))
+        if not math.isfinite(loss) or not math.isfinite(norm):
+            raise UserError(
+                f"the loss of step {step} is {loss} and its gradient's norm {norm}; nothing of it"
+                " is saved. Lower --lr and start again with --overwrite"
+            )
+        depths = [k for k in range(K) if counts[k]]
+        return {
+            "loss": round(loss, 5),
+            "loss_by_depth": [round(sums[k] / counts[k], 5) for k in depths],
+            "accuracy_by_depth": [round(sums[K + k] / counts[k], 4) for k in depths],
+            "grad_norm": round(norm, 4),
+        }
 
 
 def measure(
@@ -94,27 +174,13 @@ def measure(
     reader: RowReader,
     rows: list[list[int]],
     device: str,
-    dtype: torch.dtype,
 ) -> dict:
     """Held-out accuracy a depth and the acceptance length they imply."""
     counts = torch.zeros(reader.depths, 4, dtype=torch.int64)
-    with torch.autocast(device, dtype, enabled=dtype != torch.float32):
-        for indices in rows:
-            row = to_device(reader.read(indices), device)
-            counts += ttt_step.heldout_counts(draft, teacher, row, dtype)
+    for row in rows_ahead(reader, rows, device):
+        counts += ttt_step.heldout_counts(draft, teacher, row)
     found = ttt_step.acceptance(counts)
     return {"heldout_accuracy": found.pop("accuracy"), **found}
-
-
-def to_device(row: PackedRow, device: str) -> PackedRow:
-    """The row with its tensors on the device; the loss table and columns stay on the CPU."""
-    if device == "cpu":
-        return row
-    moved = {
-        name: getattr(row, name).pin_memory().to(device, non_blocking=True)
-        for name in ("aux_TAH", "last_TH", "ids_T", "positions_T")
-    }
-    return replace(row, **moved)
 
 
 def schedule(step: int, steps: int, warmup: float) -> float:

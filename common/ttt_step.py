@@ -1,13 +1,16 @@
-"""Loss of one training step over all TTT depths, and the held-out measure of a draft."""
+"""Loss of one packed row over all TTT depths, and the held-out measure of a draft.
+
+Shape suffixes: n losses of one depth, U rows of the teacher, K depths, H hidden size,
+D draft vocabulary, V verifier's.
+"""
 
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
-from common.eagle3 import Eagle3Draft, PackedRow, rms_norm, ttt_states
+from common.eagle3 import Eagle3Draft, rms_norm, ttt_states
 from common.losses import linear_kl, teacher_probs
-from common.packing import FILL
+from common.packed_row import PackedRow
 
 
 @dataclass(frozen=True)
@@ -25,113 +28,63 @@ class Teacher:
     eps: float
     target_D: torch.Tensor
 
-
-@dataclass
-class StepResult:
-    """`loss` has a graph; the others are sums per depth, to be divided by `counts`."""
-
-    loss: torch.Tensor
-    loss_sums: list[torch.Tensor]
-    correct: list[torch.Tensor]
-    counts: list[int]
+    def normed(self, row: PackedRow) -> torch.Tensor:
+        """The final norm of the row's teacher states, [U, H]."""
+        return rms_norm(row.last(self.head_DH.dtype), self.norm_H, self.eps)
 
 
 def step_loss(
-    draft: Eagle3Draft,
-    teacher: Teacher,
-    row: PackedRow,
-    depth_weights: list[float],
-    dtype: torch.dtype,
-) -> StepResult:
-    """Loss sum_k w_k * mean over M[k] of KL(verifier || draft) of one packed row.
+    draft: Eagle3Draft, teacher: Teacher, row: PackedRow, weights: list[float]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (loss, float32 [2, K]: each depth's sum of KL, and its hits).
 
-    The accuracy counted is against the data's token; one outside the draft's vocabulary
-    counts as wrong.
+    The loss is sum_k weights[k] * sum over M[k] of KL(verifier || draft). A hit is the draft's
+    argmax being the data's token; one outside the draft's vocabulary is none.
     """
-    states = ttt_states(draft, teacher.embed_VH, row, dtype)
-    device = row.ids_T.device
-    table = row.table.to(device)
-    # The target of column t at depth k is what the verifier's state t+1+k says: one row of
-    # teacher logits per such state, however many depths use it.
-    used_T = torch.zeros(len(row.ids_T), dtype=torch.bool, device=device)
-    chosen = []  # per depth: places of the loss columns among the depth's columns
-    for k, (columns_N, _) in enumerate(states):
-        places = table[k][columns_N].nonzero().view(-1)
-        used_T[columns_N[places] + 1 + k] = True
-        chosen.append(places)
-    used_U = used_T.nonzero().view(-1)
+    states = ttt_states(draft, teacher.embed_VH, row)
     with torch.no_grad():
-        last_UH = row.last_TH[filled(used_U)]
-        normed_UH = rms_norm(last_UH, teacher.norm_H, teacher.eps).to(dtype)
-        probs = teacher_probs(normed_UH @ teacher.head_DH.T)
-
-    head_DH = draft.lm_head.weight.to(dtype)
-    loss = torch.zeros((), device=device)
-    loss_sums, correct, counts = [], [], []
-    for k, (columns_N, state_NH) in enumerate(states):
-        real = len(chosen[k])
-        if real == 0:
-            break
-        places = filled(chosen[k])
-        at_N = torch.searchsorted(used_U, columns_N[places] + 1 + k).clamp(max=len(used_U) - 1)
-        total, predicted = linear_kl(draft.norm(state_NH[places]), head_DH, probs, at_N, real)
-        loss = loss + depth_weights[k] * total / real
-        loss_sums.append(total.detach())
-        hits = teacher.target_D[predicted] == token_after(row, columns_N[chosen[k]], 2 + k)
-        correct.append(hits.sum())
-        counts.append(real)
-    return StepResult(loss, loss_sums, correct, counts)
-
-
-def filled(index_N: torch.Tensor) -> torch.Tensor:
-    """On a CPU, the indices filled up to a multiple of FILL with their first (see there)."""
-    if index_N.device.type != "cpu" or len(index_N) == 0:
-        return index_N
-    return torch.cat([index_N, index_N[:1].expand(-len(index_N) % FILL)])
-
-
-def token_after(row: PackedRow, columns: torch.Tensor, offset: int) -> torch.Tensor:
-    """The data's token `offset` after each column, -1 where the sample has ended."""
-    at = (columns + offset).clamp(max=len(row.ids_T) - 1)
-    inside = row.positions_T[at] == row.positions_T[columns] + offset
-    return torch.where(inside, row.ids_T[at], -1)
+        probs = teacher_probs(teacher.normed(row) @ teacher.head_DH.T)
+    loss = torch.zeros((), device=row.ids_T.device)
+    sums = torch.zeros(2, len(weights), device=row.ids_T.device)
+    for k, (one, state_NH) in enumerate(zip(row.losses, states, strict=True)):
+        state_nH = draft.norm(state_NH[one.at_n])
+        total, predicted = linear_kl(state_nH, draft.lm_head.weight, probs, one.teacher_n, one.real)
+        loss = loss + weights[k] * total
+        sums[0, k] = total.detach()
+        sums[1, k] = (teacher.target_D[predicted] == one.wanted_n[: one.real]).sum()
+    return loss, sums
 
 
 @torch.no_grad()
-def heldout_counts(
-    draft: Eagle3Draft, teacher: Teacher, row: PackedRow, dtype: torch.dtype
-) -> torch.Tensor:
+def heldout_counts(draft: Eagle3Draft, teacher: Teacher, row: PackedRow) -> torch.Tensor:
     """Count the draft's hits on held-out samples against the verifier's own choice.
 
     A hit is the draft's argmax being the argmax of the verifier's whole vocabulary.
 
     Returns:
-        int64 [depths, 4] on the CPU: predictions; hits; predictions whose column hit at every
+        int64 [K, 4] on the CPU: predictions; hits; predictions whose column hit at every
         shallower depth (those that a server would come to verify); hits among these.
     """
     device = row.ids_T.device
-    table = row.table.to(device)
-    out = torch.zeros(len(row.table), 4, dtype=torch.int64)
-    chain_T = torch.ones(len(row.ids_T), dtype=torch.bool, device=device)
-    for k, (columns_N, state_NH) in enumerate(ttt_states(draft, teacher.embed_VH, row, dtype)):
-        carries_N = table[k][columns_N]
-        columns = columns_N[carries_N]
-        hits = []
-        for state_nH, column_n in zip(
-            state_NH[carries_N].split(512), columns.split(512), strict=True
-        ):
-            last_nH = row.last_TH[column_n + 1 + k]
-            normed_nH = rms_norm(last_nH, teacher.norm_H, teacher.eps).to(dtype)
-            theirs_n = (normed_nH @ teacher.head_VH.T).argmax(-1)
-            logits_nD = F.linear(draft.norm(state_nH), draft.lm_head.weight)
-            hits.append(teacher.target_D[logits_nD.argmax(-1)] == theirs_n)
-        if not hits:
-            break
-        hit = torch.cat(hits)
-        tried = int(chain_T[columns].sum())
-        chain_T[columns] &= hit
-        out[k] = torch.tensor([len(columns), int(hit.sum()), tried, int(chain_T[columns].sum())])
+    theirs_U = argmax_ids(teacher.normed(row), teacher.head_VH)
+    out = torch.zeros(len(row.tokens_KN), 4, dtype=torch.int64)
+    chain_N = torch.ones(len(row.columns_N), dtype=torch.bool, device=device)
+    for k, (one, state_NH) in enumerate(
+        zip(row.losses, ttt_states(draft, teacher.embed_VH, row), strict=True)
+    ):
+        at_n, theirs_n = one.at_n[: one.real], theirs_U[one.teacher_n[: one.real]]
+        ours_n = argmax_ids(draft.norm(state_NH[at_n]), draft.lm_head.weight)
+        hit_n = teacher.target_D[ours_n] == theirs_n
+        tried = int(chain_N[at_n].sum())
+        chain_N[at_n] &= hit_n
+        out[k] = torch.tensor([one.real, int(hit_n.sum()), tried, int(chain_N[at_n].sum())])
     return out
+
+
+def argmax_ids(states_nH: torch.Tensor, head_XH: torch.Tensor) -> torch.Tensor:
+    """argmax of states @ head.T, int64 [n], 512 rows at a time: the logits of a verifier's
+    vocabulary would fill a GPU."""
+    return torch.cat([(x @ head_XH.T).argmax(-1) for x in states_nH.split(512)])
 
 
 def acceptance(counts: torch.Tensor) -> dict[str, object]:

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
+from common import packed_row
 from common.draft_shape import DraftShape
-from common.eagle3 import Eagle3Draft, PackedRow, initialize
-from common.loss_table import loss_table, needed_columns
+from common.eagle3 import Eagle3Draft, initialize
 from common.losses import linear_kl, teacher_probs
+from common.packed_row import make_row
 from common.ttt_step import Teacher, acceptance, heldout_counts, step_loss
 
 H, V, D, DEPTHS = 64, 96, 40, 3
@@ -70,22 +71,32 @@ def sample(seed, turns):
     )
 
 
-def pack(samples, rule="answer", columns=needed_columns):
-    starts, at = [], 0
-    for s in samples:
-        starts.append(at)
-        at += len(s["ids"])
-    mask = torch.cat([s["mask"] for s in samples])
-    table = loss_table(mask, starts, DEPTHS, rule)
-    return PackedRow(
-        aux_TAH=torch.cat([s["aux"] for s in samples]),
-        last_TH=torch.cat([s["last"] for s in samples]),
-        ids_T=torch.cat([s["ids"] for s in samples]),
-        positions_T=torch.cat([torch.arange(len(s["ids"])) for s in samples]),
-        starts=starts,
-        table=table,
-        columns=columns(table),
+def pack(samples, rule="answer"):
+    return make_row(
+        torch.stack(
+            [
+                *torch.cat([s["aux"] for s in samples]).chunk(3, -1),
+                torch.cat([s["last"] for s in samples]),
+            ],
+            1,
+        ),
+        None,
+        torch.cat([s["ids"] for s in samples]),
+        torch.cat([s["mask"] for s in samples]),
+        [len(s["ids"]) for s in samples],
+        DEPTHS,
+        rule,
     )
+
+
+def counts(row):
+    return [one.real for one in row.losses]
+
+
+def mean_loss(draft, t, row, decay=1.0):
+    """(loss whose depths are means, sums [2, K])"""
+    weights = [decay**k / n for k, n in enumerate(counts(row))]
+    return step_loss(draft, t, row, weights + [0.0] * (DEPTHS - len(weights)))
 
 
 # user turns of 1 to 3 tokens between answers, and a sample without a deep position
@@ -118,9 +129,8 @@ def test_loss_and_gradients_equal_speculators(flags, decay):
     draft = fresh(s, t)
     one = MULTI_TURN[0]
     row = pack([one], "next")
-    weights = [decay**k for k in range(DEPTHS)]
-    ours = step_loss(draft, t, row, weights, torch.float32)
-    ours.loss.backward()
+    ours, _ = mean_loss(draft, t, row, decay)
+    ours.backward()
 
     verifier = Verifier("none", {}, {}, 4, H, V, 1e-6, 4096, ())
     theirs = Eagle3DraftModel(speculators_config(s, verifier, [0, 1, 2], DEPTHS))
@@ -155,7 +165,7 @@ def test_loss_and_gradients_equal_speculators(flags, decay):
         loss_config=resolve_loss_config("kl_div", "eager"),
     )
     loss.backward()
-    assert float(ours.loss.detach()) == pytest.approx(float(loss.detach()), rel=1e-4)
+    assert float(ours.detach()) == pytest.approx(float(loss.detach()), rel=1e-4)
     gradients = dict(theirs.named_parameters())
     for name, parameter in draft.named_parameters():
         a, b = parameter.grad, gradients[name].grad
@@ -165,24 +175,25 @@ def test_loss_and_gradients_equal_speculators(flags, decay):
 
 
 @pytest.mark.parametrize("rule", ["answer", "next"])
-def test_only_needed_columns_gives_the_plain_result(rule):
-    """Computing N_j alone changes neither loss nor gradients against every column."""
-
-    def every_column(table):
-        return [torch.arange(table.shape[1])] * len(table)
-
+def test_only_needed_columns_gives_the_plain_result(rule, monkeypatch):
+    """Computing the needed columns alone changes neither loss nor gradients against every one."""
     t = teacher()
     results = []
-    for columns in (needed_columns, every_column):
+    for every in (False, True):
+        if every:
+            monkeypatch.setattr(
+                packed_row, "needed_columns", lambda table: torch.arange(table.shape[1])
+            )
         draft = fresh(shape(), t)
-        row = pack(MULTI_TURN, rule, columns)
-        result = step_loss(draft, t, row, [1.0] * DEPTHS, torch.float32)
-        result.loss.backward()
-        results.append((result, [p.grad.clone() for p in draft.parameters()]))
-    (a, ga), (b, gb) = results
-    assert a.counts == b.counts
-    assert [int(x) for x in a.correct] == [int(x) for x in b.correct]
-    assert float(a.loss.detach()) == pytest.approx(float(b.loss.detach()), rel=1e-5)
+        row = pack(MULTI_TURN, rule)
+        loss, sums = mean_loss(draft, t, row)
+        loss.backward()
+        results.append((counts(row), loss.detach(), sums, [p.grad for p in draft.parameters()]))
+        assert every == (len(row.columns_N.unique()) == len(row.ids_T))
+    (counts_a, loss_a, sums_a, ga), (counts_b, loss_b, sums_b, gb) = results
+    assert counts_a == counts_b
+    assert torch.equal(sums_a[1], sums_b[1])
+    assert float(loss_a) == pytest.approx(float(loss_b), rel=1e-5)
     for x, y in zip(ga, gb, strict=True):
         assert torch.allclose(x, y, atol=1e-5, rtol=1e-4)
 
@@ -191,25 +202,25 @@ def test_packing_never_mixes_samples():
     """A packed row's sums per depth are those of its samples alone."""
     t = teacher()
     draft = fresh(shape(), t)
-    packed = step_loss(draft, t, pack(MULTI_TURN), [1.0] * DEPTHS, torch.float32)
-    alone = [step_loss(draft, t, pack([s]), [1.0] * DEPTHS, torch.float32) for s in MULTI_TURN]
-    for k in range(DEPTHS):
-        mine = [r for r in alone if len(r.counts) > k]
-        assert packed.counts[k] == sum(r.counts[k] for r in mine)
-        total = sum(float(r.loss_sums[k]) for r in mine)
-        assert float(packed.loss_sums[k]) == pytest.approx(total, rel=1e-5)
+    packed = pack(MULTI_TURN)
+    alone = [pack([s]) for s in MULTI_TURN]
+    sums = mean_loss(draft, t, packed)[1]
+    assert counts(packed) == [
+        sum(counts(r)[k] for r in alone if len(r.losses) > k) for k in range(DEPTHS)
+    ]
+    assert torch.allclose(sums, sum(mean_loss(draft, t, r)[1] for r in alone), rtol=1e-5)
 
 
 def test_heldout_chain_needs_every_shallower_depth():
     """Chain hits are counted per column, and rates follow from them."""
     t = teacher()
-    counts = heldout_counts(fresh(shape(), t), t, pack(MULTI_TURN), torch.float32)
-    table = pack(MULTI_TURN).table
-    assert counts[:, 0].tolist() == table.sum(1).tolist()
-    assert (counts[:, 3] <= counts[:, 1]).all()
-    assert (counts[:, 3] <= counts[:, 2]).all()
-    assert (counts[1:, 2] <= counts[:-1, 3]).all()
-    assert counts[0].tolist() == [counts[0, 0], counts[0, 1], counts[0, 0], counts[0, 1]]
+    row = pack(MULTI_TURN)
+    found = heldout_counts(fresh(shape(), t), t, row)
+    assert found[:, 0].tolist() == counts(row)
+    assert (found[:, 3] <= found[:, 1]).all()
+    assert (found[:, 3] <= found[:, 2]).all()
+    assert (found[1:, 2] <= found[:-1, 3]).all()
+    assert found[0].tolist() == [found[0, 0], found[0, 1], found[0, 0], found[0, 1]]
     rates = acceptance(torch.tensor([[10, 6, 10, 6], [8, 5, 5, 4], [6, 4, 4, 1]]))
     assert rates["conditional_accuracy"] == [0.6, 0.8, 0.25]
     assert rates["acceptance_length"] == pytest.approx(1 + 0.6 + 0.48 + 0.12)

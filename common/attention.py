@@ -1,0 +1,164 @@
+"""Attention of training-time test: causal over depth-0 keys, plus a column's own deeper keys.
+
+Column t at depth j sees the depth-0 keys s <= t of its sample and its own keys of depths
+1..j; no other column's deeper keys (EAGLE-3's mask: a base block and diagonals):
+
+    depth-0 keys   depth-1   depth-2
+    1 0 0          1 0 0     1 0 0
+    1 1 0          0 1 0     0 1 0
+    1 1 1          0 0 1     0 0 1
+
+The base block is ordinary attention; each diagonal adds one score a column, and the two
+merge by their log-sum-exps.
+
+Shape suffixes: T tokens of a row, N columns, h heads, g key/value heads, d head size.
+"""
+
+import functools
+from typing import Any
+
+import torch
+
+from common.compiled import region
+from common.packed_row import PackedRow
+
+
+@region
+def rotate(x_Nhd: torch.Tensor, positions_N: torch.Tensor, theta: float) -> torch.Tensor:
+    """Rotary embedding, halves convention (Llama), computed in float32."""
+    half = x_Nhd.shape[-1] // 2
+    exponent = torch.arange(half, dtype=torch.float32, device=x_Nhd.device) / half
+    angle_N1d = positions_N.float()[:, None, None] * theta**-exponent
+    cos, sin = angle_N1d.cos(), angle_N1d.sin()
+    a, b = x_Nhd[..., :half].float(), x_Nhd[..., half:].float()
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x_Nhd.dtype)
+
+
+class TTTAttention:
+    """Attention of one row's columns, at one depth after another.
+
+    On a GPU by flex attention, whose block mask is made once a row; on a CPU, where flex
+    attention has no gradient, sample by sample.
+
+    Args:
+        k_Tgd, v_Tgd: rotated depth-0 keys and the values of all tokens.
+    """
+
+    def __init__(self, row: PackedRow, k_Tgd: torch.Tensor, v_Tgd: torch.Tensor):
+        self.row, self.k_Tgd, self.v_Tgd = row, k_Tgd, v_Tgd
+        self.own: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.mask = block_mask(row) if k_Tgd.is_cuda else None
+
+    def add_own(self, k_Ngd: torch.Tensor, v_Ngd: torch.Tensor) -> None:
+        """The columns' keys and values of the next depth."""
+        self.own.append((k_Ngd, v_Ngd))
+
+    def __call__(self, q_Nhd: torch.Tensor) -> torch.Tensor:
+        """Rotated queries → mixed values, [N, h, d], in the queries' dtype."""
+        if self.mask is None:
+            return attend_by_sample(q_Nhd, self.k_Tgd, self.v_Tgd, self.own, self.row)
+        out_1hNd, lse_1hN = flex()(
+            q_Nhd.transpose(0, 1)[None],
+            self.k_Tgd.transpose(0, 1)[None],
+            self.v_Tgd.transpose(0, 1)[None],
+            block_mask=self.mask,
+            enable_gqa=q_Nhd.shape[1] != self.k_Tgd.shape[1],
+            return_lse=True,
+        )
+        out_Nhd, lse_Nh = out_1hNd[0].transpose(0, 1), lse_1hN[0].T
+        if not self.own:
+            return out_Nhd
+        keys, values = zip(*self.own, strict=True)
+        return merge(q_Nhd, out_Nhd, lse_Nh, list(keys), list(values))
+
+
+@region
+def merge(
+    q_Nhd: torch.Tensor,
+    base_Nhd: torch.Tensor,
+    lse_Nh: torch.Tensor,
+    keys: list[torch.Tensor],
+    values: list[torch.Tensor],
+) -> torch.Tensor:
+    """Add the diagonals to the base block's attention.
+
+    Args:
+        base_Nhd, lse_Nh: its output and the log-sum-exp of its scaled scores.
+        keys, values: the columns' own, [N, g, d] a depth.
+    """
+    times = q_Nhd.shape[1] // keys[0].shape[1]
+    scale = q_Nhd.shape[-1] ** -0.5
+    scores = [(q_Nhd.float() * k.float().repeat_interleave(times, 1)).sum(-1) * scale for k in keys]
+    total_Nh = torch.stack([lse_Nh, *scores]).logsumexp(0)
+    out_Nhd = base_Nhd.float() * (lse_Nh - total_Nh).exp()[..., None]
+    for score_Nh, v in zip(scores, values, strict=True):
+        weight_Nh1 = (score_Nh - total_Nh).exp()[..., None]
+        out_Nhd = out_Nhd + weight_Nh1 * v.float().repeat_interleave(times, 1)
+    return out_Nhd.to(q_Nhd.dtype)
+
+
+# ---------------------------------------------------------------- on a GPU
+
+
+@functools.cache
+def flex() -> Any:
+    """flex_attention, compiled; the uncompiled one holds every score in memory."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention)
+
+
+def block_mask(row: PackedRow) -> Any:
+    """Which blocks of (column, token) are seen: tokens up to the column, of its sample."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    columns_N, sample_T = row.columns_N, row.sample_T
+    sample_N = sample_T[columns_N]
+
+    def seen(_batch: Any, _head: Any, n: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        return (sample_N[n] == sample_T[t]) & (t <= columns_N[n])
+
+    N, T = len(columns_N), len(sample_T)
+    return create_block_mask(seen, None, None, N, T, device=str(columns_N.device))
+
+
+# ---------------------------------------------------------------- on a CPU
+
+
+def attend_by_sample(
+    q_Nhd: torch.Tensor,
+    k_Tgd: torch.Tensor,
+    v_Tgd: torch.Tensor,
+    own: list[tuple[torch.Tensor, torch.Tensor]],
+    row: PackedRow,
+) -> torch.Tensor:
+    """The same as plain products and a softmax, a sample at a time."""
+    times, scale = q_Nhd.shape[1] // k_Tgd.shape[1], q_Nhd.shape[-1] ** -0.5
+
+    def heads(x: torch.Tensor) -> torch.Tensor:
+        """[., g, d] → float32 [., h, d]. oneDNN compiles a kernel for every new shape of a
+        bfloat16 product, which costs more than these small products; float32 needs none."""
+        return x.float().repeat_interleave(times, 1) if times > 1 else x.float()
+
+    # split, not slices: its gradient is one concatenation
+    k_samples, v_samples = heads(k_Tgd).split(row.lengths), heads(v_Tgd).split(row.lengths)
+    own_samples = [(heads(k).split(row.counts), heads(v).split(row.counts)) for k, v in own]
+    places_N = row.positions_T[row.columns_N]
+    parts = []
+    for n, (q_nhd, place_n) in enumerate(
+        zip(q_Nhd.float().split(row.counts), places_N.split(row.counts), strict=True)
+    ):
+        if len(q_nhd) == 0:
+            continue
+        length = row.lengths[n]
+        k_hsd, v_hsd = k_samples[n].transpose(0, 1), v_samples[n].transpose(0, 1)
+        score_hns = q_nhd.transpose(0, 1) @ k_hsd.transpose(1, 2)
+        later_ns = torch.arange(length, device=q_nhd.device) > place_n[:, None]
+        score_hns = score_hns.masked_fill(later_ns, float("-inf"))
+        diagonals = [(q_nhd * k[n]).sum(-1).T[..., None] for k, _ in own_samples]
+        p_hns = torch.softmax(torch.cat([score_hns, *diagonals], -1) * scale, -1)
+        out_hnd = p_hns[..., :length] @ v_hsd
+        for j, (_, v) in enumerate(own_samples):
+            out_hnd = out_hnd + p_hns[..., length + j, None] * v[n].transpose(0, 1)
+        parts.append(out_hnd.transpose(0, 1))
+    return torch.cat(parts).to(q_Nhd.dtype)
