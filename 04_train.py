@@ -11,10 +11,12 @@ import argparse
 import functools
 import importlib.util
 import itertools
-import json
 import os
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from common import artifacts, cli, progress
 
@@ -31,7 +33,13 @@ def parse_args():
         type=cli.positive_int,
         default=8192,
         metavar="TOKENS",
-        help="token budget of one optimizer step's packed row",
+        help="token budget of a packed row",
+    )
+    p.add_argument(
+        "--rows-per-step",
+        type=cli.positive_int,
+        metavar="ROWS",
+        help="packed rows of one optimizer step, over all GPUs (default: one a GPU)",
     )
     p.add_argument("--ttt-steps", type=cli.counted(16), default=3, help="depths trained")
     p.add_argument(
@@ -43,6 +51,7 @@ def parse_args():
         default="answer",
         help="answer: whole path inside an answer; next: speculators' rule",
     )
+    p.add_argument("--optimizer", choices=["adamw", "muon"], default="adamw")
     p.add_argument("--lr", type=cli.between(1e-9, 1), default=1e-3, help="peak learning rate")
     p.add_argument("--warmup", type=cli.between(0, 1), default=0.05, help="fraction of all steps")
     p.add_argument("--weight-decay", type=cli.between(0, 1), default=0.0)
@@ -63,11 +72,45 @@ def parse_args():
         " head_dim, rope_theta, rms_norm_eps (default: the verifier's)",
     )
     p.add_argument("--save-every", type=cli.positive_int, default=200, metavar="STEPS")
+    p.add_argument(
+        "--keep-states", type=cli.counted(100), default=1, help="newest states kept for resuming"
+    )
+    p.add_argument(
+        "--patience",
+        type=cli.positive_int,
+        metavar="EPOCHS",
+        help="end after so many epochs without a better held-out acceptance length",
+    )
+    p.add_argument("--tensorboard", action="store_true", help="also write TensorBoard's files")
     p.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     p.add_argument("--compute-dtype", choices=["auto", "bfloat16", "float32"], default="auto")
     p.add_common("--seed", "--dry-run", "--overwrite", "--trust-remote-code")
     p.need("--model-path", "--prepared-data", "--vocab-map", "--hidden-states", "--output-dir")
     return p.parse()
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a run trains, once everything is checked."""
+
+    settings: dict[str, Any]
+    report: Callable[..., dict[str, Any]]
+    model: Any  # common.verifier.Verifier
+    shape: Any  # common.draft_shape.DraftShape
+    layers: list[int]
+    maps: tuple[Any, Any]  # d2t, t2d
+    hidden: Any  # common.hidden_folder.HiddenFolder
+    samples: dict[int, Any]  # index → common.samples.Sample
+    train: dict[int, int]  # index → tokens
+    held: dict[int, int]
+    steps: list[Any]  # common.packing.Step
+
+    def step_tokens(self, step: Any) -> int:
+        return sum(self.train[i] for row in step.rows for i in row)
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(self.step_tokens, self.steps))
 
 
 def main() -> None:
@@ -76,11 +119,59 @@ def main() -> None:
     # CUDA's matrix products repeat their bits only with a fixed workspace.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     started = time.monotonic()
+    from common import curves, serving, train_inputs
+    from common.ranks import start_ranks
+
+    device, dtype = train_inputs.choose_compute(args.device, args.compute_dtype)
+    ranks = start_ranks(device)
+    job = ranks.in_turn(lambda: check(args, device, dtype, ranks))
+    if job is None:
+        return
+    heldout, steps, spent = train_draft(args, job, device, dtype, ranks)
+    if not ranks.first:
+        return
+
+    # ---------------------------------------------------------------- report
     out = Path(args.output_dir)
+    curves.draw_curves(out)
+    serving.check_draft(out, job.model)
+    digest = artifacts.sha256_file(out / "model.safetensors")
+    seconds = time.monotonic() - started
+    tokens = sum(map(job.step_tokens, job.steps[:steps]))
+    counts = {
+        "samples": len(job.train),
+        "heldout": len(job.held),
+        "steps": steps,
+        "tokens": tokens,
+    }
+    more = {"heldout": heldout, "train_seconds": round(spent, 2)}
+    artifacts.write_json(out / artifacts.REPORT, job.report(counts, digest, seconds, **more))
+    text = f"held-out acceptance length {heldout['acceptance_length']}, " if heldout else ""
+    progress.log(
+        f"train: {text}{steps} steps, {tokens} tokens in {progress.duration(spent)}"
+        f" ({tokens / max(spent, 1e-9):.0f} tok/s); this run {progress.duration(seconds)}"
+        f" -> {out}"
+    )
 
-    # ---------------------------------------------------------------- check
-    from common import draft_shape, hidden_files, hidden_folder, samples, verifier, vocab
 
+# ---------------------------------------------------------------- check and plan
+
+
+def check(args, device, dtype, ranks) -> Job | None:
+    """Check everything that can be known before the training, plan it and hold the output
+    folder; None when there is nothing to do."""
+    from common import (
+        draft_shape,
+        hidden_files,
+        hidden_folder,
+        packing,
+        samples,
+        train_inputs,
+        verifier,
+        vocab,
+    )
+
+    out = Path(args.output_dir)
     model = verifier.load_verifier(args.model_path)
     prepared = samples.prepared_folder(args.prepared_data)
     vocab_map = Path(args.vocab_map)
@@ -94,8 +185,8 @@ def main() -> None:
         "extract": hidden.content_sha256,
         "verifier": verifier.fingerprint(model),
     }
-    check_inputs(inputs, prepared, vocab_map, vocab_report, hidden, args)
-    layers = check_layers(args.layers, model, hidden)
+    train_inputs.check_inputs(inputs, prepared, vocab_map, vocab_report, hidden, args)
+    layers = train_inputs.check_layers(args.layers, model, hidden)
     count = max(hidden.lengths) + 1
     count = min(count, args.max_samples or count)
     held_samples = hidden.lengths.keys()  # 03 may have skipped some
@@ -118,20 +209,19 @@ def main() -> None:
         norm_before_fc=args.norm_before_fc,
         norm_output=args.norm_output,
     )
-    device, dtype = choose_compute(args.device, args.compute_dtype)
-    settings = run_settings(args, shape, layers, device, dtype, count)
-    state = artifacts.earlier_run(out, STAGE, settings, inputs, args.overwrite)
+    rows_a_step = args.rows_per_step or ranks.world
+    settings = train_inputs.run_settings(args, shape, layers, device, dtype, count, rows_a_step)
+    overwrite = args.overwrite and ranks.first  # the others see what the first has left
+    state = artifacts.earlier_run(out, STAGE, settings, inputs, overwrite)
     if state == "complete":
-        progress.log(f"train: {out} is complete (--overwrite makes it again)")
-        return
-
-    for package in ("speculators", "matplotlib"):  # needed when the training is over
+        say(ranks, f"train: {out} is complete (--overwrite makes it again)")
+        return None
+    # needed when the training is over, or in its middle
+    for package in ("speculators", "matplotlib", *["tensorboard"] * args.tensorboard):
         if importlib.util.find_spec(package) is None:
             raise cli.UserError(f"the package {package} is not installed; see requirements.txt")
 
     # ---------------------------------------------------------------- plan
-    from common import curves, loading, packing, serving
-
     lengths = {i: len(s.input_ids) for i, s in data.items()}
     held = {
         i: n
@@ -147,240 +237,167 @@ def main() -> None:
             f"{prepared}: nothing to train on ({len(held)} samples held out, {len(idle)} without a"
             " loss position); lower --heldout-fraction or prepare more"
         )
-    plan = [
-        (epoch, row)
-        for epoch in range(args.epochs)
-        for row in packing.pack_rows(train, args.max_batch_tokens, args.seed * 100_003 + epoch)
-    ]
-    tokens = sum(lengths[i] for _, row in plan for i in row)
-    progress.log(
+    steps = packing.plan_steps(train, args.max_batch_tokens, args.epochs, args.seed, rows_a_step)
+    say(
+        ranks,
         f"train: {len(train)} samples ({sum(train.values())} tokens), {len(held)} held out;"
-        f" {args.epochs} epochs, {len(plan)} steps of at most {args.max_batch_tokens} tokens;"
-        f" {args.ttt_steps} depths, {shape.draft_vocab_size} draft tokens, {dtype} on {device}"
+        f" {args.epochs} epochs, {len(steps)} steps of {rows_a_step} x at most"
+        f" {args.max_batch_tokens} tokens; {args.ttt_steps} depths, {shape.draft_vocab_size} draft"
+        f" tokens, {dtype} on {ranks.world} x {device}",
     )
-    # two states (the new one is whole before the old one goes) and the checkpoint
+    # the states kept, one more (it is whole before the oldest goes), and the checkpoint
     size = draft_shape.parameter_count(shape)
-    needed = size * (2 * 12 + 4)
-    progress.log(
+    needed = size * ((args.keep_states + 1) * 14 + 4)
+    say(
+        ranks,
         f"train: {size / 1e6:.1f} M parameters; up to {needed / 1e9:.2f} GB of disk,"
-        f" {size * 16 / 1e9:.2f} GB of memory for weights, gradients and optimizer, activations"
-        " beside"
+        f" {size * 22 / 1e9:.2f} GB of memory for weights, gradients and optimizer, activations"
+        " beside",
     )
     held_bytes = sum(p.stat().st_size for p in out.rglob("*.safetensors"))
     artifacts.require_space(out, needed - held_bytes)
     if args.dry_run:
-        progress.log("train: dry run, every check passed; nothing was loaded or written")
-        return
-    artifacts.prepare_output(out, args.overwrite)
+        say(ranks, "train: dry run, every check passed; nothing was loaded or written")
+        return None
     report = functools.partial(artifacts.report, STAGE, settings, inputs)
-    artifacts.write_json(out / artifacts.REPORT, report({}, None, 0))
-
-    # ---------------------------------------------------------------- work
-    longest = max(sum(lengths[i] for i in row) for _, row in plan)
-    # whatever the loss, a server accepts along paths inside answers
-    readers = [
-        loading.RowReader(hidden, data, args.ttt_steps, rule, longest, device == "cuda")
-        for rule in (args.loss_rule, "answer")
-    ]
-    run = (args, model, shape, layers, device, dtype, d2t, t2d)
-    result, spent = train_draft(run, readers, plan, held, lengths, out)
-
-    # ---------------------------------------------------------------- report
-    curves.draw_curves(out)
-    serving.check_draft(out, model)
-    digest = artifacts.sha256_file(out / "model.safetensors")
-    seconds = time.monotonic() - started
-    counts = {"samples": len(train), "heldout": len(held), "steps": len(plan), "tokens": tokens}
-    artifacts.write_json(
-        out / artifacts.REPORT,
-        report(counts, digest, seconds, heldout=result, train_seconds=round(spent, 2)),
-    )
-    heldout = f"held-out acceptance length {result['acceptance_length']}, " if result else ""
-    progress.log(
-        f"train: {heldout}{len(plan)} steps, {tokens} tokens in {progress.duration(spent)}"
-        f" ({tokens / max(spent, 1e-9):.0f} tok/s); this run {progress.duration(seconds)} -> {out}"
-    )
+    if ranks.first:
+        artifacts.prepare_output(out, args.overwrite)
+        artifacts.write_json(out / artifacts.REPORT, report({}, None, 0))
+    maps = (d2t, t2d)
+    return Job(settings, report, model, shape, layers, maps, hidden, data, train, held, steps)
 
 
-def train_draft(run, readers, plan, held, lengths, out: Path) -> tuple[dict | None, float]:
-    """Train to the end of the plan, resuming from the newest state, and export the
-    checkpoint; returns the last held-out measure and the seconds of all steps of all runs."""
+def say(ranks, text: str) -> None:
+    """Log a line that all ranks would say."""
+    if ranks.first:
+        progress.log(text)
+
+
+# ---------------------------------------------------------------- work
+
+
+def train_draft(args, job: Job, device, dtype, ranks) -> tuple[dict | None, int, float]:
+    """Train, going on from the newest state, and export the best epoch's draft; returns its
+    held-out measure, the steps taken and their seconds, of all runs."""
     import torch
 
-    from common import checkpoint, curves, export, loading, packing, training
-    from common.draft_shape import flops_of_row
+    from common import checkpoint, curves, export, loading, optimizers, packing, training
+    from common.draft_shape import flops_of_step
 
-    args, model, shape, layers, device, dtype, d2t, t2d = run
-    reader, judge = readers
+    out, steps = Path(args.output_dir), job.steps
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    teacher, masters = training.build(model, shape, d2t, device, dtype, args.seed)
+    teacher, masters = training.build(job.model, job.shape, job.maps[0], device, dtype, args.seed)
     masters.lm_head.weight.requires_grad_(args.train_lm_head)
-    trained = [p for p in masters.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(
-        trained, lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True
+    optim = optimizers.make_optimizers(
+        masters, args.optimizer, args.lr, args.weight_decay, ranks.world
     )
+    trainer = training.Trainer(masters, dtype, optim, args.clip, ranks)
     begun, heldout, spent = 0, None, 0.0
+    best: dict | None = None  # the held-out measure of the best epoch, and its weights
+    best_weights: dict = {}
     newest = checkpoint.latest_state(out / "state")
     if newest is not None:
-        saved = checkpoint.load_state(newest, masters, optimizer)
+        saved, best_weights = checkpoint.load_state(newest, trainer)
         begun, heldout, spent = saved["step"], saved["heldout"], saved["seconds"]
-        progress.log(f"train: continuing after step {begun} of {len(plan)}")
-    trainer = training.Trainer(masters, dtype, optimizer, args.clip)
-    curves.keep_metrics(out / "metrics.jsonl", begun)
-    row_tokens = [sum(lengths[i] for i in row) for _, row in plan]
-    held_rows = packing.pack_rows(held, args.max_batch_tokens, None)
-    bar = progress.Progress("train", sum(row_tokens), "tokens", initial=sum(row_tokens[:begun]))
+        best = saved["best"]
+        say(ranks, f"train: continuing after step {begun} of {len(steps)}")
+    if best is not None and best["step"] == begun:
+        best_weights = training.snapshot(trainer.draft)
+    longest = max(sum(job.train[i] for i in row) for step in steps for row in step.rows)
+    # whatever the loss, a server accepts along paths inside answers
+    reader, judge = (
+        loading.RowReader(job.hidden, job.samples, args.ttt_steps, rule, longest, device == "cuda")
+        for rule in (args.loss_rule, "answer")
+    )
+    held_rows = packing.pack_rows(job.held, args.max_batch_tokens, None)
+    mine = [row for step in steps[begun:] for row in step.rows[ranks.rank :: ranks.world]]
+    rows = loading.rows_ahead(reader, mine, device)
+    metrics = curves.Metrics(out, begun, args.tensorboard) if ranks.first else None
+    done = sum(map(job.step_tokens, steps[:begun]))
+    bar = progress.Progress("train", job.tokens, "tokens", done) if ranks.first else None
     stopper = progress.Stopper()
     last = time.monotonic()
 
-    with open(out / "metrics.jsonl", "a", encoding="utf-8") as metrics:
+    def settle(number: int, sums: training.StepSums, work: packing.Work, lr: float) -> None:
+        """Note a finished step; its time is that since the one before."""
+        nonlocal last, spent
+        found = sums.metrics(number, work.losses)
+        seconds, last = time.monotonic() - last, time.monotonic()
+        spent += seconds
+        if metrics is None or bar is None:
+            return
+        step = steps[number - 1]
+        tokens = job.step_tokens(step)
+        flops = flops_of_step(job.shape, len(step.rows) * reader.tokens, work.columns, work.losses)
+        use = training.device_use(device, flops / seconds / ranks.world)
+        speed = {"tokens": tokens, "tokens_per_second": round(tokens / seconds, 1), **use}
+        metrics.note({"step": number, "epoch": step.epoch, **found, "lr": lr, **speed})
+        shown = " ".join(f"{a:.3f}" for a in found["accuracy_by_depth"])
+        text = f"step {number}/{len(steps)} epoch {step.epoch + 1} loss {found['loss']:.3f}"
+        bar.add(tokens, f"{text} acc {shown}" + "".join(f" {k} {v}" for k, v in use.items()))
 
-        def note(line: dict) -> None:
-            metrics.write(json.dumps(line) + "\n")
-            metrics.flush()
-
-        def settle(step: int, sums: training.StepSums, work: packing.RowWork, lr: float) -> None:
-            """Note a finished step; its time is that since the one before."""
-            nonlocal last, spent
-            found = sums.metrics(step, work.losses)
-            seconds, last = time.monotonic() - last, time.monotonic()
-            spent += seconds
-            epoch, tokens = plan[step - 1][0], row_tokens[step - 1]
-            flops = flops_of_row(shape, reader.tokens, work.columns, work.losses)
-            speed = {
-                "tokens": tokens,
-                "tokens_per_second": round(tokens / seconds, 1),
-                "tflops": round(flops / seconds / 1e12, 3),
-            }
-            note({"step": step, "epoch": epoch, **found, "lr": lr, **speed})
-            shown = " ".join(f"{a:.3f}" for a in found["accuracy_by_depth"])
-            text = f"step {step}/{len(plan)} epoch {epoch + 1} loss {found['loss']:.3f} acc {shown}"
-            bar.add(tokens, text)
-
-        rows = loading.rows_ahead(reader, [row for _, row in plan[begun:]], device)
-        waiting: tuple | None = None  # the step launched last: a GPU is still at it
-        for step in range(begun + 1, len(plan) + 1):
-            epoch, indices = plan[step - 1]
-            samples = [reader.samples[i] for i in indices]
-            work = packing.row_work(samples, args.ttt_steps, args.loss_rule)
-            weights = [args.ttt_decay**k / max(1, n) for k, n in enumerate(work.losses)]
-            lr = args.lr * training.schedule(step - 1, len(plan), args.warmup)
-            sums = trainer.step(teacher, itertools.islice(rows, 1), weights, lr)
-            if waiting is not None:
-                settle(*waiting)
-            waiting = (step, sums, work, lr)
-            ends = step == len(plan) or plan[step][0] != epoch
-            if not (ends or stopper.code or step % args.save_every == 0):
-                continue
-            settle(*waiting)
-            waiting = None
-            if held_rows and ends:
-                heldout = training.measure(trainer.draft, teacher, judge, held_rows, device)
-                note({"step": step, "epoch": epoch, **heldout})
-                progress.log(
-                    f"train: epoch {epoch + 1} held-out accuracy {heldout['heldout_accuracy']}"
-                    f" acceptance length {heldout['acceptance_length']}"
-                )
-            if stopper.code or step % args.save_every == 0 or step == len(plan):
-                extra = {"heldout": heldout, "seconds": round(spent, 2)}
-                checkpoint.save_state(out / "state", step, masters, optimizer, extra)
-            if stopper.code and step < len(plan):
-                raise cli.Interrupted(
-                    stopper.code, f"state after step {step} saved; run again to continue"
-                )
-            last = time.monotonic()
-    bar.close()
-    maps = torch.from_numpy(d2t), torch.from_numpy(t2d)
-    export.export_draft(out, masters, model, layers[:-1], args.ttt_steps, *maps, dtype)
-    return heldout, spent
-
-
-def check_inputs(inputs, prepared, vocab_map, vocab_report, hidden, args) -> None:
-    """The map and the states must come from this prepared data and this verifier."""
-    artifacts.must_match(
-        "prepared data",
-        vocab_map,
-        vocab_report["inputs"].get("prepared"),
-        prepared,
-        inputs["prepared"],
-        "run 02 on this prepared data, or pass the --vocab-map made from it",
-    )
-    artifacts.must_match(
-        "prepared data",
-        hidden.path,
-        hidden.inputs.get("prepared"),
-        prepared,
-        inputs["prepared"],
-        "run 03 on this prepared data, or pass the --hidden-states made from it",
-    )
-    artifacts.must_match(
-        "verifier",
-        hidden.path,
-        hidden.inputs.get("verifier"),
-        Path(args.model_path),
-        inputs["verifier"],
-        "pass the --model-path that 03 was run with, or run 03 on this one",
-    )
-
-
-def check_layers(asked, model, hidden) -> list[int]:
-    """The folder's layers, which must be those expected and end with the final one."""
-    held = hidden.settings["layers"]
-    expected = sorted(asked) if asked else model.default_layers()
-    if held != expected:
-        raise cli.UserError(
-            f"{hidden.path}: holds layers {held}, expected {expected}; pass the layers that 03"
-            " captured as --layers here, or run 03 with other ones"
+    def judge_epoch(number: int) -> None:
+        """Measure the draft on the held-out samples; remember it if it is the best."""
+        nonlocal heldout, best, best_weights
+        heldout = training.measure(trainer.draft, teacher, judge, held_rows, device, ranks)
+        if metrics is not None:
+            metrics.note({"step": number, "epoch": steps[number - 1].epoch, **heldout})
+        say(
+            ranks,
+            f"train: epoch {steps[number - 1].epoch + 1} held-out accuracy"
+            f" {heldout['heldout_accuracy']} acceptance length {heldout['acceptance_length']}",
         )
-    if held[-1] != model.num_layers - 1 or len(held) != 4:
-        raise cli.UserError(
-            f"{hidden.path}: holds layers {held}; training needs three layers (vLLM feeds a draft"
-            f" of this format three) and the final one, {model.num_layers - 1} (the targets)"
-        )
-    return held
+        if best is None or heldout["acceptance_length"] > best["acceptance_length"]:
+            best = {"step": number, "epoch": steps[number - 1].epoch, **heldout}
+            best_weights = training.snapshot(trainer.draft)
+
+    launched: list[tuple] = []  # the step that a GPU is still at
+    number = begun
+    while number < len(steps) and not stale(args, best, steps[number - 1].epoch if number else 0):
+        step, number = steps[number], number + 1
+        samples = [job.samples[i] for row in step.rows for i in row]
+        work = packing.count_work(samples, args.ttt_steps, args.loss_rule)
+        weights = [args.ttt_decay**k / max(1, n) for k, n in enumerate(work.losses)]
+        lr = args.lr * training.schedule(number - 1, len(steps), args.warmup)
+        my_rows = itertools.islice(rows, len(step.rows[ranks.rank :: ranks.world]))
+        sums = trainer.step(teacher, my_rows, weights, lr, stopper.code)
+        stop = any(before[1].stop for before in launched)
+        while launched:
+            settle(*launched.pop())
+        launched.append((number, sums, work, lr))
+        epoch_ends = number == len(steps) or steps[number].epoch != step.epoch
+        save = stop or number % args.save_every == 0 or number == len(steps)
+        if not (epoch_ends or save):
+            continue
+        settle(*launched.pop())
+        if epoch_ends and held_rows:
+            judge_epoch(number)
+        if save or stale(args, best, step.epoch):
+            counters = {"heldout": heldout, "best": best, "seconds": round(spent, 2)}
+            others = best_weights if best is not None and best["step"] < number else {}
+            checkpoint.save_state(
+                out / "state", number, trainer, counters, others, args.keep_states
+            )
+        if stop and number < len(steps):
+            raise cli.Interrupted(
+                stopper.code or 143, f"state after step {number} saved; run again to continue"
+            )
+        last = time.monotonic()
+
+    if bar is not None:
+        bar.close()
+    if ranks.first:
+        final = best_weights or dict(masters.named_parameters())
+        d2t, t2d = map(torch.from_numpy, job.maps)
+        depths, aux = args.ttt_steps, job.layers[:-1]
+        export.export_draft(out, job.shape, final, job.model, aux, depths, d2t, t2d, dtype)
+    return best or heldout, number, spent
 
 
-def choose_compute(device: str, dtype: str):
-    """Resolve `auto`: CUDA where there is one; bfloat16 where the processor computes in it."""
-    import torch
-
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise cli.UserError("--device cuda: torch sees no CUDA GPU")
-    if dtype == "auto":
-        fast = device == "cuda" or torch.cpu._is_avx512_bf16_supported()
-        dtype = "bfloat16" if fast else "float32"
-    return device, getattr(torch, dtype)
-
-
-def run_settings(args, shape, layers, device, dtype, count) -> dict:
-    """What decides the weights: a resume or a reuse must have the same."""
-    from dataclasses import asdict
-
-    names = [
-        "epochs",
-        "max_batch_tokens",
-        "ttt_steps",
-        "ttt_decay",
-        "loss_rule",
-        "lr",
-        "warmup",
-        "weight_decay",
-        "clip",
-        "heldout_fraction",
-        "train_lm_head",
-        "seed",
-    ]
-    return {
-        **{n: getattr(args, n) for n in names},
-        "draft": asdict(shape),
-        "layers": layers,
-        "samples": count,
-        "device": device,
-        "compute_dtype": str(dtype).removeprefix("torch."),
-    }
+def stale(args, best: dict | None, epoch: int) -> bool:
+    """Whether --patience is at its end after this epoch."""
+    return bool(args.patience and best and epoch - best["epoch"] >= args.patience)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from common.draft_shape import DraftShape, flops_of_row
+from common.draft_shape import DraftShape, flops_of_step
 from common.eagle3 import Eagle3Draft, initialize
 from common.packed_row import PackedRow, make_row
 from common.training import Trainer
@@ -72,7 +72,7 @@ def main() -> None:
         initialize(masters, teacher.head_DH)
     masters.lm_head.weight.requires_grad_(a.train_lm_head)
     trained = [w for w in masters.parameters() if w.requires_grad]
-    trainer = Trainer(masters, dtype, torch.optim.AdamW(trained, lr=1e-4, fused=True), 1.0)
+    trainer = Trainer(masters, dtype, [torch.optim.AdamW(trained, lr=1e-4, fused=True)], 1.0)
     rows = [random_row(a, n, dtype).to(a.device) for n in range(3)]
     times = []
     for n in range(a.steps + WARM_UP):
@@ -82,7 +82,7 @@ def main() -> None:
         found = trainer.step(teacher, [row], [1 / c for c in counts], 1e-4).metrics(n, counts)
         if n >= WARM_UP:  # the loss was read: the device has finished
             times.append(time.perf_counter() - began)
-    flops = flops_of_row(shape, a.tokens, len(row.columns_N), counts)
+    flops = flops_of_step(shape, a.tokens, len(row.columns_N), counts)
     median = sorted(times)[len(times) // 2]
     print(
         json.dumps(

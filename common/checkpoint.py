@@ -1,10 +1,12 @@
 """The state folder: everything that a killed training run needs to go on to the same bit.
 
-state/step_<n>/state.safetensors  float32 weights, and the optimizer's moments under
-                                  `<moment>/<parameter>`
-state/step_<n>/state.json         step, optimizer step, counters
+state/step_<n>/weights.safetensors   float32 weights; of the best epoch, where it is an earlier
+                                     one, under `best/<parameter>`
+state/step_<n>/moments-<rank>.safetensors  a rank's part of the optimizer's state, float32, under
+                                     `<moment>/<parameter>`; any number of ranks can go on
+state/step_<n>/state.json            step, counters, number of parts
 
-A folder has its final name only when both files are whole.
+A folder has its final name only when all files are whole.
 """
 
 import os
@@ -14,90 +16,123 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
 
 from common.artifacts import fsync_folder, read_json, write_json
 from common.cli import UserError
+from common.optimizers import moments, restore_moments
+from common.training import Trainer
 from common.verifier import safetensors_header
+
+WEIGHTS = "weights.safetensors"
+MOMENTS = "moments-{}.safetensors"
 
 
 def save_state(
-    folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, extra: dict
+    folder: Path,
+    step: int,
+    trainer: Trainer,
+    counters: dict[str, Any],
+    best: dict[str, torch.Tensor],
+    keep: int,
 ) -> None:
-    """Write state/step_<step> atomically, then drop the older ones."""
+    """Write state/step_<step>, whole or not at all, then drop all but the newest `keep`.
+
+    Args:
+        counters: JSON values to come back from load_state.
+        best: weights of the best epoch, by name; empty when they are the draft's own.
+    """
+    partial, ranks = folder / f".step_{step}.partial", trainer.ranks
+
+    def make() -> None:
+        if ranks.first:
+            folder.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+
+    error: Exception | None = None
+    try:
+        ranks.in_turn(make)
+        if ranks.first:
+            weights = {n: p.detach() for n, p in trainer.masters.named_parameters()}
+            weights |= {f"best/{n}": p for n, p in best.items()}
+            write_tensors(partial / WEIGHTS, weights)
+        write_tensors(
+            partial / MOMENTS.format(ranks.rank), moments(trainer.masters, trainer.optimizers)
+        )
+    except (OSError, SafetensorError) as e:
+        error = e
+    if not ranks.agree(error is None):
+        if ranks.first:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise UserError(
+            f"{folder}: cannot write the state of step {step} ({error or 'on another rank'}); free"
+            " space, then run the same command again"
+        )
+    if not ranks.first:
+        return
+    write_json(partial / "state.json", {"step": step, "parts": ranks.world, **counters})
+    final = folder / f"step_{step}"
+    shutil.rmtree(final, ignore_errors=True)
+    os.rename(partial, final)
+    fsync_folder(folder)
+    kept = sorted(whole_states(folder), key=step_of)[-keep:]
+    for old in folder.iterdir():
+        if old not in kept:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     from safetensors.torch import save_file
 
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {}
-    for name, parameter in model.named_parameters():
-        tensors[name] = parameter.detach()
-        for moment, value in optimizer.state.get(parameter, {}).items():
-            tensors[f"{moment}/{name}"] = value
-    partial = folder / f".step_{step}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    try:
-        save_file({k: v.contiguous() for k, v in tensors.items()}, partial / "state.safetensors")
-        with open(partial / "state.safetensors", "rb") as f:
-            os.fsync(f.fileno())
-        write_json(partial / "state.json", {"step": step, **extra})
-        final = folder / f"step_{step}"
-        shutil.rmtree(final, ignore_errors=True)
-        os.rename(partial, final)
-        fsync_folder(folder)
-    except SafetensorError as e:  # an I/O error in safetensors' own words
-        shutil.rmtree(partial, ignore_errors=True)
-        raise UserError(
-            f"{folder}: cannot write the state of step {step} ({e}); free space, then run the same"
-            " command again"
-        ) from None
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    for old in folder.iterdir():
-        if old != final:
-            shutil.rmtree(old, ignore_errors=True)
+    save_file({k: v.contiguous() for k, v in tensors.items()}, path)
+    with open(path, "rb") as f:
+        os.fsync(f.fileno())
+
+
+def step_of(state: Path) -> int:
+    return int(state.name.removeprefix("step_"))
+
+
+def whole_states(folder: Path) -> list[Path]:
+    named = [p for p in folder.glob("step_*") if p.name.removeprefix("step_").isdigit()]
+    return [p for p in named if (p / "state.json").is_file()]
 
 
 def latest_state(folder: Path) -> Path | None:
     """The newest whole state, or None."""
-    steps = {p: p.name.removeprefix("step_") for p in folder.glob("step_*")}
-    whole = {p: int(n) for p, n in steps.items() if n.isdigit() and (p / "state.json").is_file()}
-    return max(whole, key=lambda p: whole[p], default=None)
+    return max(whole_states(folder), key=step_of, default=None)
 
 
-def load_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Restore weights and moments in place; returns state.json's content."""
+def load_state(path: Path, trainer: Trainer) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Restore weights and moments in place; returns (state.json's content, `best` as saved)."""
     from safetensors.torch import load_file
 
     try:
-        safetensors_header(path / "state.safetensors")
         found = read_json(path / "state.json")
-        if not isinstance(found.get("step"), int) or not {"heldout", "seconds"} <= found.keys():
+        if not isinstance(found.get("step"), int) or not isinstance(found.get("parts"), int):
             raise UserError("state.json lacks its counters")
+        parts = [path / MOMENTS.format(rank) for rank in range(found["parts"])]
+        for file in [path / WEIGHTS, *parts]:
+            safetensors_header(file)
     except (UserError, OSError) as e:
         raise UserError(
             f"{path}: the state is damaged ({e}); delete that folder (training then starts over)"
             " and run the same command again"
         ) from None
-    tensors = load_file(path / "state.safetensors")
-    for name, parameter in model.named_parameters():
-        if name not in tensors or tensors[name].shape != parameter.shape:
+    weights = load_file(path / WEIGHTS)
+    for name, parameter in trainer.masters.named_parameters():
+        if name not in weights or weights[name].shape != parameter.shape:
             raise UserError(
                 f"{path}: is the state of another draft ({name} missing or of another shape);"
                 " choose another --output-dir, or --overwrite"
             )
         with torch.no_grad():
-            parameter.copy_(tensors[name])
-        moments = {
-            key.split("/", 1)[0]: value
-            for key, value in tensors.items()
-            if key.endswith(f"/{name}")
-        }
-        if moments:
-            optimizer.state[parameter] = {
-                # the step counter stays where AdamW keeps it; moments go to the parameter
-                k: v.to(parameter.device) if v.dim() or parameter.is_cuda else v
-                for k, v in moments.items()
-            }
-    return found
+            parameter.copy_(weights[name])
+    saved: dict[str, torch.Tensor] = {}
+    for part in parts:
+        saved |= load_file(part)
+    restore_moments(trainer.masters, trainer.optimizers, saved)
+    trainer.publish()
+    prefix = "best/"
+    best = {n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)}
+    return found, best

@@ -2,12 +2,39 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from common.artifacts import atomic_file
 
 
+class Metrics:
+    """metrics.jsonl, a line a step and one an epoch, and what TensorBoard reads if asked for.
+
+    Args:
+        step: lines of later steps are dropped, those steps are about to be done again.
+    """
+
+    def __init__(self, out: Path, step: int, tensorboard: bool):
+        keep_metrics(out / "metrics.jsonl", step)
+        self._file = open(out / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115
+        self._board: Any = None
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(out / "tensorboard", purge_step=step + 1)
+
+    def note(self, line: dict[str, Any]) -> None:
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+        if self._board is None:
+            return
+        for name, value in line.items():
+            for k, x in enumerate(value) if isinstance(value, list) else [("", value)]:
+                self._board.add_scalar(f"{name}/{k}" if k != "" else name, x, line["step"])
+
+
 def keep_metrics(path: Path, step: int) -> None:
-    """Drop the lines of steps that are about to be done again."""
+    """Drop the lines of later steps."""
     if not path.exists():
         return
     kept = []

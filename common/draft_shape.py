@@ -99,11 +99,11 @@ def parameter_count(shape: DraftShape) -> int:
     return fc + layer + s.hidden_size * s.draft_vocab_size
 
 
-def flops_of_row(shape: DraftShape, tokens: int, columns: int, losses: list[int]) -> int:
+def flops_of_step(shape: DraftShape, tokens: int, columns: int, losses: list[int]) -> int:
     """Floating-point operations of one step, forward and backward, attention scores left out.
 
     Args:
-        tokens: of the row; fc (no gradient to its input) and depth-0 keys and values.
+        tokens: of the rows; fc (no gradient to its input) and depth-0 keys and values.
         columns: run at every depth.
         losses: per depth, the rows of the head (counted as trained).
     """

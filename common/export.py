@@ -10,7 +10,6 @@ from safetensors import SafetensorError
 from common.artifacts import fsync_folder
 from common.cli import UserError
 from common.draft_shape import DraftShape
-from common.eagle3 import Eagle3Draft
 from common.verifier import Verifier
 
 FILES = ("config.json", "model.safetensors")
@@ -68,7 +67,8 @@ def speculators_config(shape: DraftShape, verifier: Verifier, aux_layers: list[i
 
 def export_draft(
     folder: Path,
-    draft: Eagle3Draft,
+    shape: DraftShape,
+    weights: dict[str, torch.Tensor],
     verifier: Verifier,
     aux_layers: list[int],
     depths: int,
@@ -82,10 +82,10 @@ def export_draft(
     """
     from speculators.models.eagle3 import Eagle3DraftModel
 
-    config = speculators_config(draft.shape, verifier, aux_layers, depths)
+    config = speculators_config(shape, verifier, aux_layers, depths)
     with torch.device("meta"):
         model = Eagle3DraftModel(config).to(dtype)  # type: ignore[arg-type]
-    tensors = {k: v.detach().to("cpu", dtype) for k, v in draft.state_dict().items()}
+    tensors = {k: v.detach().to("cpu", dtype) for k, v in weights.items()}
     tensors |= {"d2t": d2t, "t2d": t2d}
     unknown = model.load_state_dict(tensors, strict=False, assign=True).unexpected_keys
     if unknown:

@@ -51,16 +51,35 @@ def pack_rows(lengths: dict[int, int], budget: int, shuffle: int | None) -> list
 
 
 @dataclass(frozen=True)
-class RowWork:
-    """What a row of samples asks of a step: columns computed; predictions with loss at each
-    depth."""
+class Step:
+    """One optimizer step: the rows of samples that it trains on."""
+
+    epoch: int
+    rows: list[list[int]]
+
+
+def plan_steps(
+    lengths: dict[int, int], budget: int, epochs: int, seed: int, rows_a_step: int
+) -> list[Step]:
+    """All steps of a run: every epoch packs all samples anew, in an order of its own."""
+    steps = []
+    for epoch in range(epochs):
+        rows = pack_rows(lengths, budget, seed * 100_003 + epoch)
+        groups = [rows[at : at + rows_a_step] for at in range(0, len(rows), rows_a_step)]
+        steps += [Step(epoch, group) for group in groups]
+    return steps
+
+
+@dataclass(frozen=True)
+class Work:
+    """What samples ask of a step: columns computed; predictions with loss at each depth."""
 
     columns: int
     losses: list[int]
 
 
-def row_work(samples: list[Sample], depths: int, rule: str) -> RowWork:
-    """Count a row's work from its samples' masks alone."""
+def count_work(samples: list[Sample], depths: int, rule: str) -> Work:
+    """Count a step's work from its samples' masks alone."""
     tables = [loss_table(torch.from_numpy(s.loss_mask), [0], depths, rule) for s in samples]
     columns = sum(int(table.any(0).sum()) for table in tables)
-    return RowWork(columns, torch.stack([table.sum(1) for table in tables]).sum(0).tolist())
+    return Work(columns, torch.stack([table.sum(1) for table in tables]).sum(0).tolist())

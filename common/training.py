@@ -13,6 +13,7 @@ from common.draft_shape import DraftShape
 from common.eagle3 import Eagle3Draft, initialize
 from common.loading import RowReader, rows_ahead
 from common.packed_row import PackedRow
+from common.ranks import ALONE, Ranks
 from common.verifier import Verifier, read_tensors
 
 
@@ -45,7 +46,7 @@ def build(
 
 
 class Trainer:
-    """A draft in training: float32 `masters` that the optimizer moves, and `draft`, what runs:
+    """A draft in training: float32 `masters` that the optimizers move, and `draft`, what runs:
     a copy with its matrices in the compute dtype (the masters themselves in float32).
 
     Args:
@@ -56,10 +57,11 @@ class Trainer:
         self,
         masters: Eagle3Draft,
         dtype: torch.dtype,
-        optimizer: torch.optim.Optimizer,
+        optimizers: list[torch.optim.Optimizer],
         clip: float,
+        ranks: Ranks = ALONE,
     ):
-        self.masters, self.optimizer, self.clip = masters, optimizer, clip
+        self.masters, self.optimizers, self.clip, self.ranks = masters, optimizers, clip, ranks
         self.draft = masters if dtype == torch.float32 else compute_copy(masters, dtype)
         self._pairs = list(zip(masters.parameters(), self.draft.parameters(), strict=True))
         self.publish()
@@ -89,27 +91,37 @@ class Trainer:
         rows: Iterable[PackedRow],
         weights: list[float],
         lr: float,
+        stop: int = 0,
     ) -> "StepSums":
-        """One optimizer step; does not wait for a GPU.
+        """One optimizer step over this rank's rows; does not wait for a GPU.
 
         Args:
-            weights: of each depth's summed KL, for the sum over the rows to be a mean.
+            weights: of each depth's summed KL, for the sum over all ranks' rows to be a mean.
+            stop: nonzero where this rank was asked to end; see StepSums.stop.
         """
-        sums = None
+        sums = torch.zeros(2, len(weights), device=self.masters.fc.weight.device)
         for row in rows:
             loss, one = ttt_step.step_loss(self.draft, teacher, row, weights)
             loss.backward()
             self.collect()
-            sums = one if sums is None else sums + one
-        assert sums is not None
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            sums += one
         trained = [p for p in self.masters.parameters() if p.requires_grad]
+        if self.ranks.world > 1:
+            for parameter in trained:
+                if parameter.grad is None:  # no row was left for this rank
+                    parameter.grad = torch.zeros_like(parameter)
+                self.ranks.sum(parameter.grad)
+        ends = torch.full((1,), float(stop), device=sums.device)
+        noted = self.ranks.sum(torch.cat([sums.flatten(), ends]))
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr
         norm = torch.nn.utils.clip_grad_norm_(trained, self.clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         self.publish()
-        return StepSums.fetch(torch.cat([sums.flatten(), norm.view(1)]), weights)
+        return StepSums.fetch(torch.cat([noted, norm.view(1)]), weights)
 
 
 def compute_copy(masters: Eagle3Draft, dtype: torch.dtype) -> Eagle3Draft:
@@ -126,9 +138,9 @@ def compute_copy(masters: Eagle3Draft, dtype: torch.dtype) -> Eagle3Draft:
 
 @dataclass
 class StepSums:
-    """What a step measured, on its way from the device: see `metrics`."""
+    """What a step measured, on its way from the device."""
 
-    values: torch.Tensor  # float32 [2K + 1] on the CPU: sums of KL, hits, gradient norm
+    values: torch.Tensor  # float32 [2K + 2] on the CPU: sums of KL, hits; stop; gradient norm
     copied: torch.cuda.Event | None
     weights: list[float]
 
@@ -143,16 +155,26 @@ class StepSums:
         copied.record()
         return cls(there, copied, weights)
 
-    def metrics(self, step: int, counts: list[int]) -> dict:
-        """What metrics.jsonl notes; UserError where the loss or its gradient is not finite.
-
-        Args:
-            counts: predictions with loss at each depth.
-        """
+    def wait(self) -> list[float]:
         if self.copied is not None:
             self.copied.synchronize()
+        return self.values.tolist()
+
+    @property
+    def stop(self) -> bool:
+        """Whether any rank was asked to end before this step; waits for the step."""
+        return self.wait()[-2] > 0
+
+    def metrics(self, step: int, counts: list[int]) -> dict:
+        """What metrics.jsonl notes; waits for the step.
+
+        UserError where the loss or its gradient is not finite.
+
+        Args:
+            counts: predictions with loss at each depth, of all ranks.
+        """
         K = len(self.weights)
-        *sums, norm = self.values.tolist()
+        *sums, _stop, norm = self.wait()
         loss = sum(w * s for w, s in zip(self.weights, sums[:K], strict=True))
         if not math.isfinite(loss) or not math.isfinite(norm):
             raise UserError(
@@ -168,17 +190,41 @@ class StepSums:
         }
 
 
+@torch.no_grad()
+def snapshot(draft: Eagle3Draft) -> dict[str, torch.Tensor]:
+    """A copy of the draft's weights, in their dtypes, on its device."""
+    return {name: p.detach().clone() for name, p in draft.named_parameters()}
+
+
+# Dense bfloat16 matrix products, TFLOP/s, from NVIDIA's data sheets.
+PEAK_TFLOPS = {"H100": 989, "H200": 989, "B200": 2250, "A100": 312}
+
+
+def device_use(device: str, flops_per_second: float) -> dict[str, float]:
+    """TFLOP/s, and on a GPU the share of its peak (MFU, %) and the most memory held (GB)."""
+    use = {"tflops": round(flops_per_second / 1e12, 3)}
+    if device == "cpu":
+        return use
+    name = torch.cuda.get_device_name()
+    peak = next((x for key, x in PEAK_TFLOPS.items() if key in name), None)
+    if peak:
+        use["mfu_percent"] = round(flops_per_second / 1e10 / peak, 1)
+    return use | {"memory_gb": round(torch.cuda.max_memory_allocated() / 1e9, 1)}
+
+
 def measure(
     draft: Eagle3Draft,
     teacher: ttt_step.Teacher,
     reader: RowReader,
     rows: list[list[int]],
     device: str,
+    ranks: Ranks = ALONE,
 ) -> dict:
-    """Held-out accuracy a depth and the acceptance length they imply."""
+    """Held-out accuracy a depth and the acceptance length they imply, over all ranks."""
     counts = torch.zeros(reader.depths, 4, dtype=torch.int64)
-    for row in rows_ahead(reader, rows, device):
+    for row in rows_ahead(reader, rows[ranks.rank :: ranks.world], device):
         counts += ttt_step.heldout_counts(draft, teacher, row)
+    counts = ranks.sum(counts.to(device)).cpu()
     found = ttt_step.acceptance(counts)
     return {"heldout_accuracy": found.pop("accuracy"), **found}
 

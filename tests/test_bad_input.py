@@ -232,12 +232,17 @@ def test_state_on_a_full_disk_leaves_the_older_one(small_disk):
 
     from common.checkpoint import latest_state, save_state
     from common.cli import UserError
+    from common.draft_shape import DraftShape
+    from common.eagle3 import Eagle3Draft
+    from common.training import Trainer
 
-    small = torch.nn.Linear(4, 4)
-    save_state(small_disk / "state", 1, small, torch.optim.AdamW(small.parameters()), {})
-    large = torch.nn.Linear(400, 400)
+    def trainer(hidden):
+        shape = DraftShape(hidden, 8, 2, 2, 4, 1e4, 1e-6, 3, 8, 16)
+        return Trainer(Eagle3Draft(shape), torch.float32, [], 1.0)
+
+    save_state(small_disk / "state", 1, trainer(8), {}, {}, 1)
     with pytest.raises(UserError, match=r"cannot write the state of step 2 .*free space"):
-        save_state(small_disk / "state", 2, large, torch.optim.AdamW(large.parameters()), {})
+        save_state(small_disk / "state", 2, trainer(400), {}, {}, 1)
     assert latest_state(small_disk / "state") == small_disk / "state" / "step_1"
     assert not list(small_disk.rglob("*.partial"))
 

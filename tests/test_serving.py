@@ -38,7 +38,9 @@ def served(smollm2, tokenizer, tmp_path_factory):
     t2d[100:500] = True
     (folder / "draft").mkdir()
     d2t = torch.full((400,), 100)
-    export_draft(folder / "draft", draft, model, [2, 15, 27], 3, d2t, t2d, torch.float32)
+    weights = {name: p.detach() for name, p in draft.named_parameters()}
+    aux, depths, dtype = [2, 15, 27], 3, torch.float32
+    export_draft(folder / "draft", draft.shape, weights, model, aux, depths, d2t, t2d, dtype)
     return {"folder": folder, "model": model, "ids": ids}
 
 

@@ -1,0 +1,81 @@
+"""The optimizers of a draft, and their state by parameter name."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+BETAS = (0.9, 0.95)
+MOMENTUM = 0.95  # of Muon; as speculators' default
+
+
+def make_optimizers(
+    draft: nn.Module, name: str, lr: float, weight_decay: float, world: int
+) -> list[torch.optim.Optimizer]:
+    """Optimizers of the draft's trained parameters.
+
+    Args:
+        name: adamw; or muon, for the matrices but the head (whose rows are embeddings), with
+            AdamW for the rest. Muon's updates are scaled to AdamW's size, so `lr` means the same.
+        world: with several ranks, each keeps and steps a part of the parameters (ZeRO-1).
+    """
+    trained = {n: p for n, p in draft.named_parameters() if p.requires_grad}
+    matrices = {n for n, p in trained.items() if p.dim() == 2 and n != "lm_head.weight"}
+    adamw: dict[str, Any] = {"betas": BETAS, "weight_decay": weight_decay, "fused": True}
+    muon: dict[str, Any] = {
+        "momentum": MOMENTUM,
+        "weight_decay": weight_decay,
+        "adjust_lr_fn": "match_rms_adamw",
+    }
+    parts: list[tuple[Any, list[nn.Parameter], dict[str, Any]]]
+    if name == "adamw":
+        parts = [(torch.optim.AdamW, list(trained.values()), adamw)]
+    else:
+        rest = [p for n, p in trained.items() if n not in matrices]
+        parts = [
+            (torch.optim.Muon, [trained[n] for n in matrices], muon),
+            (torch.optim.AdamW, rest, adamw),
+        ]
+    if world == 1:
+        return [kind(parameters, lr=lr, **options) for kind, parameters, options in parts]
+    return [
+        ZeroRedundancyOptimizer(parameters, kind, lr=lr, **options)
+        for kind, parameters, options in parts
+    ]
+
+
+def own_parts(optimizers: list[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+    """The optimizers that hold this rank's state."""
+    return [o.optim if isinstance(o, ZeroRedundancyOptimizer) else o for o in optimizers]
+
+
+def moments(draft: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
+    """This rank's optimizer state: `<moment>/<parameter>` → tensor."""
+    names: dict[torch.Tensor, str] = {p: n for n, p in draft.named_parameters()}
+    return {
+        f"{moment}/{names[parameter]}": value
+        for optimizer in own_parts(optimizers)
+        for parameter, state in optimizer.state.items()
+        for moment, value in state.items()
+    }
+
+
+def restore_moments(
+    draft: nn.Module, optimizers: list[torch.optim.Optimizer], found: dict[str, torch.Tensor]
+) -> None:
+    """Put a saved state into the optimizers; each rank takes what it owns."""
+    names: dict[torch.Tensor, str] = {p: n for n, p in draft.named_parameters()}
+    by_parameter: dict[str, dict[str, torch.Tensor]] = {}
+    for key, value in found.items():
+        moment, name = key.split("/", 1)
+        by_parameter.setdefault(name, {})[moment] = value
+    for optimizer in own_parts(optimizers):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                state = by_parameter.get(names[parameter], {})
+                optimizer.state[parameter] = {
+                    # the step counter stays where AdamW keeps it; moments go to the parameter
+                    k: v.to(parameter.device) if v.dim() or parameter.is_cuda else v
+                    for k, v in state.items()
+                }

@@ -1,0 +1,73 @@
+"""The processes of one training run, as torchrun starts them: one a GPU (on CPUs, gloo).
+
+Every rank holds the weights and trains on its own rows of a step; gradients are summed over
+ranks, and each rank keeps the optimizer state of a part of the parameters (ZeRO-1).
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from common.cli import UserError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process's place: `rank` of `world`."""
+
+    rank: int = 0
+    world: int = 1
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    def in_turn(self, function: Callable[[], T]) -> T:
+        """Run on the first rank, then on the others, which see what it left on the disk."""
+        if not self.first:
+            dist.barrier()
+        try:
+            return function()
+        finally:
+            if self.first and self.world > 1:
+                dist.barrier()
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Add up a tensor over all ranks, in place."""
+        if self.world > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def agree(self, ok: bool) -> bool:
+        """Whether all ranks are ok; waits for all of them."""
+        if self.world == 1:
+            return ok
+        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        failed = torch.tensor(float(not ok), device=device)
+        return float(self.sum(failed)) == 0
+
+
+ALONE = Ranks()
+
+
+def start_ranks(device: str) -> Ranks:
+    """Join the other processes that torchrun started, if it did."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world == 1:
+        return ALONE
+    local = int(os.environ["LOCAL_RANK"])
+    if device == "cuda":
+        if local >= torch.cuda.device_count():
+            raise UserError(
+                f"torchrun started process {local} on this machine, which has"
+                f" {torch.cuda.device_count()} GPUs; lower --nproc-per-node"
+            )
+        torch.cuda.set_device(local)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    return Ranks(dist.get_rank(), world)

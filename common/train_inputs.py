@@ -1,0 +1,94 @@
+"""What 04 checks before it trains: its inputs belong together, and what it computes in."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+from common import artifacts, cli
+
+
+def check_inputs(inputs, prepared, vocab_map, vocab_report, hidden, args) -> None:
+    """The map and the states must come from this prepared data and this verifier."""
+    artifacts.must_match(
+        "prepared data",
+        vocab_map,
+        vocab_report["inputs"].get("prepared"),
+        prepared,
+        inputs["prepared"],
+        "run 02 on this prepared data, or pass the --vocab-map made from it",
+    )
+    artifacts.must_match(
+        "prepared data",
+        hidden.path,
+        hidden.inputs.get("prepared"),
+        prepared,
+        inputs["prepared"],
+        "run 03 on this prepared data, or pass the --hidden-states made from it",
+    )
+    artifacts.must_match(
+        "verifier",
+        hidden.path,
+        hidden.inputs.get("verifier"),
+        Path(args.model_path),
+        inputs["verifier"],
+        "pass the --model-path that 03 was run with, or run 03 on this one",
+    )
+
+
+def check_layers(asked, model, hidden) -> list[int]:
+    """The folder's layers, which must be those expected and end with the final one."""
+    held = hidden.settings["layers"]
+    expected = sorted(asked) if asked else model.default_layers()
+    if held != expected:
+        raise cli.UserError(
+            f"{hidden.path}: holds layers {held}, expected {expected}; pass the layers that 03"
+            " captured as --layers here, or run 03 with other ones"
+        )
+    if held[-1] != model.num_layers - 1 or len(held) != 4:
+        raise cli.UserError(
+            f"{hidden.path}: holds layers {held}; training needs three layers (vLLM feeds a draft"
+            f" of this format three) and the final one, {model.num_layers - 1} (the targets)"
+        )
+    return held
+
+
+def choose_compute(device: str, dtype: str):
+    """Resolve `auto`: CUDA where there is one; bfloat16 where the processor computes in it."""
+    import torch
+
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise cli.UserError("--device cuda: torch sees no CUDA GPU")
+    if dtype == "auto":
+        fast = device == "cuda" or torch.cpu._is_avx512_bf16_supported()
+        dtype = "bfloat16" if fast else "float32"
+    return device, getattr(torch, dtype)
+
+
+def run_settings(args, shape, layers, device, dtype, count, rows_a_step) -> dict:
+    """What decides the weights: a resume or a reuse must have the same."""
+    names = [
+        "epochs",
+        "max_batch_tokens",
+        "ttt_steps",
+        "ttt_decay",
+        "loss_rule",
+        "optimizer",
+        "lr",
+        "warmup",
+        "weight_decay",
+        "clip",
+        "heldout_fraction",
+        "train_lm_head",
+        "patience",
+        "seed",
+    ]
+    return {
+        **{n: getattr(args, n) for n in names},
+        "draft": asdict(shape),
+        "layers": layers,
+        "rows_per_step": rows_a_step,
+        "samples": count,
+        "device": device,
+        "compute_dtype": str(dtype).removeprefix("torch."),
+    }
