@@ -49,7 +49,7 @@ def main() -> None:
 
     model = verifier.load_verifier(args.model_path)
     sources = [Path(d) for d in args.dataset]
-    artifacts.check_apart(out, *(s for s in sources if rows.is_local(s)))
+    artifacts.check_apart(out, args.model_path, *(s for s in sources if rows.is_local(s)))
     # 03 lets the verifier add one token to a sample, within its positions
     longest = min(args.max_seq_len, (model.max_positions or 2**31) - 1)
     settings = {
@@ -100,7 +100,7 @@ def main() -> None:
             " nothing was written"
         )
         return
-    artifacts.prepare_output(out, args.overwrite)
+    artifacts.hold_output(out, STAGE, settings, inputs, args.overwrite, state)
 
     # ---------------------------------------------------------------- work
     bar = progress.Progress("prepare", args.max_samples or 0, "samples")
@@ -115,6 +115,7 @@ def main() -> None:
         if not counts["samples"]:
             why = ", ".join(f"{k} {v}" for k, v in counts.items())
             raise cli.UserError(f"{sources[0]}: not one usable sample ({why})")
+        artifacts.empty_output(out, Path(f.name).name)  # now that every row was good
     bar.close()
 
     # ---------------------------------------------------------------- report

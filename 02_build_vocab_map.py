@@ -38,7 +38,7 @@ def main() -> None:
 
     model = verifier.load_verifier(args.model_path)
     folder = samples.prepared_folder(args.prepared_data)
-    artifacts.check_apart(out, folder)
+    artifacts.check_apart(out, args.model_path, folder)
     size = args.draft_vocab_size
     if size > model.vocab_size:
         raise cli.UserError(
@@ -52,7 +52,8 @@ def main() -> None:
         "special_ids": artifacts.sha256_json(sorted(special)),
     }
     inputs = {"prepared": samples.prepared_identity(folder)}
-    if artifacts.earlier_run(out, STAGE, settings, inputs, args.overwrite) == "complete":
+    state = artifacts.earlier_run(out, STAGE, settings, inputs, args.overwrite)
+    if state == "complete":
         progress.log(f"vocab: {out} is complete (--overwrite makes it again)")
         return
 
@@ -87,7 +88,8 @@ def main() -> None:
         return
 
     # ---------------------------------------------------------------- write
-    artifacts.prepare_output(out, args.overwrite)
+    artifacts.hold_output(out, STAGE, settings, inputs, args.overwrite, state)
+    artifacts.empty_output(out)
     for name, array in (("d2t", d2t), ("t2d", t2d)):
         with artifacts.atomic_file(out / f"{name}.npy") as f:
             np.save(f, array, allow_pickle=False)

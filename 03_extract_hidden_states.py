@@ -99,8 +99,10 @@ def main() -> None:
 
     if args.num_shards > 1:
         out = hidden_folder.shard_folder(out, args.shard_index, args.num_shards)
+    elif not args.verify:
+        hidden_folder.refuse_shards(out)
     folder = samples.prepared_folder(args.prepared_data)
-    artifacts.check_apart(out, folder)
+    artifacts.check_apart(out, folder, args.model_path)
     if args.verify:
         verify(out, folder, started)
         return
@@ -144,11 +146,12 @@ def main() -> None:
     todo_bytes = sum(hidden_files.file_bytes(lengths[i], *shape) for _, m in todo for i in m)
     lines = preflight.work_lines(args, units, lengths, done, storage, todo_bytes, out)
     preflight.check_plan(args, model, weights, settings, lines)
-    artifacts.require_space(out, todo_bytes)
+    artifacts.require_space(out, todo_bytes, args.overwrite)
+    artifacts.check_ours(out, args.overwrite)
     if args.dry_run:
         progress.log("extract: dry run, every check passed; nothing was loaded or written")
         return
-    artifacts.prepare_output(out, args.overwrite)
+    artifacts.hold_output(out, STAGE, settings, inputs, args.overwrite, state)
     report = functools.partial(artifacts.report, STAGE, settings, inputs)
 
     # ---------------------------------------------------------------- load and work
@@ -243,7 +246,7 @@ def extract(args, work, report, units, lengths, done) -> None:
     engine_args = engine.capture_engine_args(
         model,
         tp_size=args.tp_size,
-        max_seq_len=args.max_seq_len,
+        longest=max(lengths.values()),
         max_batch_tokens=args.max_batch_tokens,
         batch_size=args.batch_size,
         dtype=work.verifier_dtype,
@@ -261,6 +264,8 @@ def extract(args, work, report, units, lengths, done) -> None:
             checked = extraction.run_probe(llm, work, head, resumed=bool(done))
             del head  # 2.3 GB of Kimi-K2.5
             # From here on the folder holds data, and belongs to these settings.
+            if not done:
+                artifacts.empty_output(out, extraction.PROBE)
             journal.write_plan(out, units, lengths)
             artifacts.write_json(out / artifacts.REPORT, report({}, None, 0))
             with journal.Journal(out, done) as record:

@@ -175,7 +175,7 @@ def check(args, device, dtype, ranks) -> Job | None:
     model = verifier.load_verifier(args.model_path)
     prepared = samples.prepared_folder(args.prepared_data)
     vocab_map = Path(args.vocab_map)
-    artifacts.check_apart(out, prepared, vocab_map, args.hidden_states)
+    artifacts.check_apart(out, args.model_path, prepared, vocab_map, args.hidden_states)
     d2t, t2d = vocab.load_map(vocab_map, model.vocab_size)
     vocab_report = artifacts.read_report(vocab_map, "vocab")
     hidden = hidden_folder.open_hidden(Path(args.hidden_states))
@@ -255,13 +255,15 @@ def check(args, device, dtype, ranks) -> Job | None:
         " beside",
     )
     held_bytes = sum(p.stat().st_size for p in out.rglob("*.safetensors"))
-    artifacts.require_space(out, needed - held_bytes)
+    artifacts.require_space(out, needed - (0 if args.overwrite else held_bytes), args.overwrite)
     if args.dry_run:
         say(ranks, "train: dry run, every check passed; nothing was loaded or written")
         return None
     report = functools.partial(artifacts.report, STAGE, settings, inputs)
     if ranks.first:
-        artifacts.prepare_output(out, args.overwrite)
+        artifacts.hold_output(out, STAGE, settings, inputs, args.overwrite, state)
+        if state == "none":
+            artifacts.empty_output(out)
         artifacts.write_json(out / artifacts.REPORT, report({}, None, 0))
     maps = (d2t, t2d)
     return Job(settings, report, model, shape, layers, maps, hidden, data, train, held, steps)

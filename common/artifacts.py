@@ -16,6 +16,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
@@ -25,8 +26,12 @@ from common.cli import UserError, os_error_text
 FORMAT_VERSION = 1
 REPORT = "data_config.json"
 LOCK = ".lock"
-# What 03 writes before its first report.
-OURS = ("plan.json", "sample_lengths.json")
+# Names that stages write; a folder that holds these alone is ours even without a report.
+OURS = (
+    ".*", "plan.json", "sample_lengths.json", "journal.jsonl", "rows_*-*", "shard-*-of-*",
+    "tokenized_data.jsonl", "d2t.npy", "t2d.npy", "responses.jsonl", "metrics.jsonl",
+    "curves.png", "state", "tensorboard",
+)  # fmt: skip
 _locks: list[IO] = []  # open until the process ends
 
 
@@ -69,25 +74,41 @@ def write_json(path: Path, value: Any) -> None:
         f.write("\n")
 
 
+def decode_json(data: str | bytes) -> Any:
+    """json.loads, whose only error is ValueError."""
+    try:
+        return json.loads(data)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object; UserError naming the file when it is missing or broken."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = decode_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(
             f"{path}: no such file; is the folder right, and has its stage been run?"
         ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as e:
+    except ValueError as e:  # JSON or UTF-8
         raise UserError(f"{path}: not JSON ({e}); make it again") from None
     if not isinstance(value, dict):
         raise UserError(f"{path}: not a JSON object; make it again")
     return value
 
 
-def prepare_output(folder: Path, overwrite: bool) -> None:
-    """Make the output folder, hold it against a second run, and empty it when asked.
+def hold_output(
+    folder: Path,
+    stage: str,
+    settings: dict[str, Any],
+    inputs: dict[str, str],
+    overwrite: bool,
+    state: str,
+) -> None:
+    """Make the output folder and hold it against a second run, as long as the process lasts.
 
-    The lock lasts as long as the process.
+    UserError when another run does, or has changed it since earlier_run said `state`, and
+    when --overwrite would delete what is not ours.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -100,24 +121,39 @@ def prepare_output(folder: Path, overwrite: bool) -> None:
                 " --output-dir"
             ) from None
         _locks.append(lock)
-        held = [p for p in folder.iterdir() if p.name != LOCK]
-        if overwrite and held:
-            # what a killed run of ours leaves before its first report is not foreign
-            ours = all(p.name.startswith(".") or p.name in OURS for p in held)
-            if not ours and not (folder / REPORT).exists():
-                raise UserError(
-                    f"{folder}: --overwrite would delete a folder that holds no {REPORT} of ours;"
-                    " choose another --output-dir"
-                )
-            for path in held:
-                if path.is_dir() and not path.is_symlink():
-                    shutil.rmtree(path)
-                else:
-                    path.unlink()
+        check_ours(folder, overwrite)
     except FileExistsError:
         raise UserError(f"{folder}: is a file; --output-dir takes a folder") from None
     except OSError as e:
         raise UserError(f"--output-dir {folder}: cannot write: {os_error_text(e)}") from None
+
+    if earlier_run(folder, stage, settings, inputs, overwrite) != state:
+        raise UserError(
+            f"{folder}: another run has changed it since this one began; run the same command again"
+        )
+
+
+def check_ours(folder: Path, overwrite: bool) -> None:
+    """UserError when --overwrite would delete a folder that no stage of ours has written."""
+    if not overwrite or not folder.is_dir() or (folder / REPORT).exists():
+        return
+    names = [p.name for p in folder.iterdir()]
+    if not all(any(fnmatch(name, ours) for ours in OURS) for name in names):
+        raise UserError(
+            f"{folder}: --overwrite would delete a folder that holds no {REPORT} of ours;"
+            " choose another --output-dir"
+        )
+
+
+def empty_output(folder: Path, *keep: str) -> None:
+    """Delete what an earlier run left, when this one is about to write."""
+    for path in folder.iterdir():
+        if path.name in (LOCK, *keep):
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def check_apart(output: Path, *inputs: str | Path) -> None:
@@ -135,9 +171,15 @@ def free_space(folder: Path) -> int:
     return shutil.disk_usage(there).free
 
 
-def require_space(folder: Path, needed_bytes: int) -> None:
-    """UserError when the file system of `folder` has less free than needed."""
+def require_space(folder: Path, needed_bytes: int, overwrite: bool) -> None:
+    """UserError when the file system of `folder` cannot be written, or has less free than needed;
+    what --overwrite will delete counts as free."""
+    there = next(p for p in [folder, *folder.parents] if p.exists())
+    if not os.access(there, os.W_OK):
+        raise UserError(f"--output-dir {folder}: {there} cannot be written; choose another")
     free = free_space(folder)
+    if overwrite:
+        free += sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
     if needed_bytes > free:
         raise UserError(
             f"{folder}: needs {needed_bytes / 1e9:.2f} GB, the disk has {free / 1e9:.2f} GB free;"
@@ -235,7 +277,12 @@ def earlier_run(
     path = folder / REPORT
     if not path.exists():
         return "none"
-    found = read_json(path)
+    try:
+        found = read_json(path)
+    except UserError as e:
+        if overwrite:
+            return "none"
+        raise UserError(f"{e}, or --overwrite") from None
     if overwrite and found.get("stage") == stage:
         return "none"
     if found.get("stage") != stage:

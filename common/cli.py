@@ -100,6 +100,13 @@ def counted(high: int) -> Callable[[str], int]:
     return number
 
 
+def path_text(text: str) -> str:
+    """A path; not the empty one of an unset variable, which would mean the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("is empty")
+    return text
+
+
 DTYPES = ["auto", "bfloat16", "float16", "float32"]
 
 
@@ -133,10 +140,12 @@ class Parser(argparse.ArgumentParser):
     def add_common(self, *names: str) -> None:
         """Add flags that mean the same in every script."""
         texts: dict[str, dict[str, Any]] = {
-            "--model-path": dict(metavar="DIR", help="verifier: local folder or hub name"),
-            "--output-dir": dict(metavar="DIR", help="folder this stage writes"),
-            "--hidden-states": dict(metavar="DIR", help="folder written by 03"),
-            "--vocab-map": dict(metavar="DIR", help="folder written by 02"),
+            "--model-path": dict(
+                type=path_text, metavar="DIR", help="verifier: local folder or hub name"
+            ),
+            "--output-dir": dict(type=path_text, metavar="DIR", help="folder this stage writes"),
+            "--hidden-states": dict(type=path_text, metavar="DIR", help="folder written by 03"),
+            "--vocab-map": dict(type=path_text, metavar="DIR", help="folder written by 02"),
             "--max-samples": dict(type=positive_int, metavar="N", help="use the first N samples"),
             "--max-seq-len": dict(
                 type=positive_int, default=2048, metavar="TOKENS", help="longest sample, in tokens"
@@ -159,6 +168,7 @@ class Parser(argparse.ArgumentParser):
                 self.add_argument(
                     "--prepared-data",
                     "--data-path",
+                    type=path_text,
                     metavar="PATH",
                     help="folder written by 01, or the tokenized_data.jsonl in it",
                 )
@@ -252,6 +262,7 @@ def run(main: Callable[[], None]) -> NoReturn:
     2 a wrong flag, 130 / 143 after SIGINT / SIGTERM.
     """
     signal.signal(signal.SIGTERM, _terminated)
+    open_streams()
     try:
         main()
     except SystemExit as e:  # a wrong flag or --help
@@ -279,6 +290,17 @@ def run(main: Callable[[], None]) -> NoReturn:
         report_error(one_line(e, 500))
         finish(1)
     finish(0)
+
+
+def open_streams() -> None:
+    """Make printing safe: a closed stream swallows, a narrow encoding escapes; neither may end
+    a run, or make one that succeeded look failed."""
+    for name in ("stdin", "stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w" if name != "stdin" else "r"))  # noqa: SIM115
+        elif name != "stdin" and hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _terminated(_signal: int, _frame: object) -> None:

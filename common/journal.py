@@ -16,7 +16,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common.artifacts import atomic_file, fsync_folder, read_json, sha256_json, write_json
+from common.artifacts import (
+    atomic_file,
+    decode_json,
+    fsync_folder,
+    read_json,
+    sha256_json,
+    write_json,
+)
 from common.cli import UserError
 from common.hidden_files import file_bytes, hidden_file
 from common.progress import log
@@ -43,10 +50,12 @@ def read_plan(folder: Path) -> tuple[list[list[int]], dict[int, int]]:
     try:
         units = [[int(i) for i in unit] for unit in read_json(folder / PLAN)["units"]]
         found = {int(i): int(n) for i, n in read_json(folder / LENGTHS).items()}
+        if not all(units) or sum(map(len, units)) != len(found) or not found:
+            raise ValueError("other samples")
         return units, {i: found[i] for unit in units for i in unit}
-    except (KeyError, TypeError, ValueError):
+    except (UserError, KeyError, TypeError, ValueError, OverflowError):
         raise UserError(
-            f"{folder / PLAN}, {LENGTHS}: damaged; --overwrite makes the folder again"
+            f"{folder / PLAN}, {LENGTHS}: missing or damaged; --overwrite makes the folder again"
         ) from None
 
 
@@ -56,7 +65,7 @@ def read_entries(folder: Path) -> dict[int, dict[str, Any]]:
     entries: dict[int, dict[str, Any]] = {}
     for line in path.read_bytes().splitlines() if path.exists() else []:
         try:
-            entry = json.loads(line)
+            entry = decode_json(line)
             unit = int(entry["unit"])
             entries[unit] = {
                 "unit": unit,
@@ -64,7 +73,13 @@ def read_entries(folder: Path) -> dict[int, dict[str, Any]]:
                 "checksums": {str(int(i)): str(h) for i, h in entry["checksums"].items()},
                 "missing": {str(int(i)): str(why) for i, why in entry["missing"].items()},
             }
-        except (ValueError, TypeError, KeyError, AttributeError):  # the line that a kill cut
+        except (
+            ValueError,
+            TypeError,
+            KeyError,
+            AttributeError,
+            OverflowError,
+        ):  # the line that a kill cut
             continue
     return entries
 

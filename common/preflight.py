@@ -17,9 +17,18 @@ from common.cli import UserError
 from common.hidden_files import FP8, bytes_a_token
 from common.plan import PASSES_IN_FLIGHT, RING, SLOTS
 from common.progress import duration, log
-from common.verifier import Verifier, optional_file, read_object, safetensors_header, weight_map
+from common.verifier import (
+    Verifier,
+    optional_file,
+    read_object,
+    safetensors_header,
+    tensor_key,
+    weight_map,
+)
 
 GB = 1e9
+PLAIN_ATTENTION = ("llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
+FLOATS = ("F32", "F16", "BF16")
 
 
 @dataclass(frozen=True)
@@ -74,12 +83,56 @@ def check_weights(model: Verifier) -> Weights:
         size = int(total) if isinstance(total, int | float) else 0
     if folder.is_dir():
         held = 0
+        tensors: dict[str, dict[str, Any]] = {}
         for name in names:
             if name not in absent:
-                safetensors_header(folder / name)
+                header = safetensors_header(folder / name)
+                tensors |= {k: v for k, v in header.items() if where.get(k) == name}
                 held += (folder / name).stat().st_size
         size = size or held
+        if not absent:
+            check_shapes(model, where, tensors)
     return Weights(size, len(names), absent, folder.is_dir() and not absent)
+
+
+def check_shapes(
+    model: Verifier, where: dict[str, str], tensors: dict[str, dict[str, Any]]
+) -> None:
+    """UserError where the weights' files are not what the index and config.json promise.
+
+    Args:
+        where: tensor name → file, of the index.
+        tensors: tensor name → {"dtype", "shape"}, of the files' headers.
+    """
+    odd = sorted(where.keys() - tensors.keys())
+    if odd:
+        raise UserError(
+            f"{Path(model.path) / where[odd[0]]}: has no {odd[0]}, which the index puts there;"
+            " download both again"
+        )
+    V, H, t = model.vocab_size, model.hidden_size, model.text
+    embedding = tensor_key(model, where, "embed_tokens")
+    want = {tensor_key(model, where, "norm"): [H], embedding: [V, H]}
+    want[tensor_key(model, where, "lm_head")] = [V, H]
+    layers = embedding.removesuffix("embed_tokens.weight") + "layers."
+    numbers = {int(k.removeprefix(layers).split(".")[0]) for k in where if k.startswith(layers)}
+    extra = int(t.get("num_nextn_predict_layers") or 0)
+    if numbers and not model.num_layers - 1 <= max(numbers) < model.num_layers + extra:
+        raise UserError(
+            f"{model.path}: config.json says num_hidden_layers {model.num_layers}, the weights"
+            f" have layers 0 to {max(numbers)}"
+        )
+    heads = t.get("num_attention_heads")
+    if heads and t.get("model_type") in PLAIN_ATTENTION:
+        kv_heads, dim = t.get("num_key_value_heads") or heads, t.get("head_dim") or H // heads
+        want[f"{layers}0.self_attn.k_proj.weight"] = [kv_heads * dim, H]
+    for key, shape in want.items():
+        found = tensors.get(key, {})
+        if str(found.get("dtype")) in FLOATS and found["shape"] != shape:
+            raise UserError(
+                f"{Path(model.path) / where[key]}: {key} is {found['shape']}, config.json asks for"
+                f" {shape}; are both of one model?"
+            )
 
 
 def require_weights(model: Verifier, weights: Weights) -> None:

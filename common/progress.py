@@ -138,6 +138,9 @@ class Stopper:
 
     def _note(self, sig: int, _frame: object) -> None:
         if self.code:
+            print(
+                "error: interrupted again; the step was not finished", file=sys.stderr, flush=True
+            )
             os._exit(self.code)
         self.code = 128 + sig
         name = signal.Signals(sig).name

@@ -3,14 +3,10 @@
 import time
 from pathlib import Path
 
-from common.cli import UserError
 from common.hidden_files import hidden_file
 from common.journal import Journal
 from common.progress import Progress, log
 from common.samples import Sample
-
-# So many passes in a row without one good sample are not the samples' fault.
-FAILED_PASSES = 3
 
 
 class Results:
@@ -28,7 +24,7 @@ class Results:
         self._missing: dict[int, dict[int, str]] = {}
         self._again: set[int] = set()  # passes that ran by themselves
         self._alone: set[int] = set()  # samples that ran alone
-        self._failed_passes = 0  # in a row
+        self.failed_passes: list[str] = []  # why those in a row without a good sample failed
         self._mark = time.monotonic()
 
     def open(self, unit: int, indices: list[int]) -> None:
@@ -84,14 +80,11 @@ class Results:
         self._mark = now
         self.bar.add(sum(len(self.samples[i].input_ids) for i in members))
         del self._members[unit], self._checksums[unit], self._missing[unit]
-        self._failed_passes = 0 if checksums else self._failed_passes + 1
-        if self._failed_passes >= FAILED_PASSES:
+        if checksums:
+            self.failed_passes.clear()
+        else:
             index, why = next(iter(missing.items()))
-            raise UserError(
-                f"{self._failed_passes} passes in a row failed, each sample alone too (line"
-                f" {index + 1}: {why}); the verifier or the machine is at fault, not the samples."
-                " What is finished is saved; run the same command again to continue"
-            )
+            self.failed_passes.append(f"line {index + 1}: {why}")
 
 
 def raise_write_error(result: dict) -> None:

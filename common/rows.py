@@ -1,12 +1,11 @@
 """Raw rows of chat data, one at a time: local .json, .jsonl, .parquet, or a hub name."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.artifacts import sha256_file, sha256_json
+from common.artifacts import decode_json, sha256_file, sha256_json
 from common.cli import UserError
 
 SUFFIXES = (".json", ".jsonl", ".parquet")
@@ -80,7 +79,7 @@ def read_jsonl(path: Path) -> Iterator[Row]:
             if not line.strip():
                 continue
             try:
-                value = json.loads(line)
+                value = decode_json(line)
             except (ValueError, RecursionError) as e:
                 packed = "it is gzip; unpack it" if line[:2] == b"\x1f\x8b" else "mend the line"
                 raise UserError(f"{path}:{number}: not JSON ({e}); {packed}") from None
@@ -90,7 +89,7 @@ def read_jsonl(path: Path) -> Iterator[Row]:
 def read_json_array(path: Path) -> Iterator[Row]:
     """A .json file is one array of rows; JSON Lines under that name is read as such."""
     try:
-        values = json.loads(path.read_bytes())
+        values = decode_json(path.read_bytes())
     except (ValueError, RecursionError) as e:
         if getattr(e, "msg", "") == "Extra data":
             yield from read_jsonl(path)

@@ -3,7 +3,6 @@
 A line a sample: {"id": str, "input_ids": [int...], "loss_mask": [0|1...]}, equal lengths.
 """
 
-import json
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from common.artifacts import REPORT, read_report, sha256_file
+from common.artifacts import REPORT, decode_json, read_report, sha256_file
 from common.cli import UserError
 
 FILE = "tokenized_data.jsonl"
@@ -38,6 +37,8 @@ def prepared_folder(path: str) -> Path:
     """Accept the folder or the file in it (`--prepared-data`, `--data-path`)."""
     p = Path(path)
     folder = p.parent if p.name == FILE else p
+    if folder.is_file():
+        raise UserError(f"--prepared-data {path}: expected a folder or a file named {FILE}")
     if not folder.is_dir():
         raise UserError(f"--prepared-data {path}: no such folder; run 01_prepare_data.py first")
     return folder
@@ -96,15 +97,21 @@ def read_samples(
         raise UserError(f"{path}: no such file; run 01_prepare_data.py first")
     number = 0
     with open(path, "rb") as f:
+        blank = 0
         for number, line in enumerate(f, 1):
             index = number - 1
             if max_samples is not None and index >= max_samples:
                 return
+            if not line.strip():
+                blank = blank or number  # harmless after the last sample
+                continue
+            if blank:
+                raise UserError(f"{path}:{blank}: a blank line among the samples; remove it")
             if only is not None and index not in only:
                 continue
             where = f"{path}:{number}"
             try:
-                row = json.loads(line)
+                row = decode_json(line)
             except ValueError as e:  # JSON or UTF-8
                 raise UserError(f"{where}: not JSON ({e}); make the file again with 01") from None
             ids, mask = check_sample(row, where, vocab_size)

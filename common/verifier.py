@@ -8,11 +8,13 @@ torch or transformers until a tensor is read.
 import hashlib
 import json
 import os
+import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from common.artifacts import decode_json
 from common.cli import UserError
 
 if TYPE_CHECKING:
@@ -25,6 +27,14 @@ TENSORS = {
     "lm_head": ("lm_head.weight", "output.weight"),
     "norm": ("model.norm.weight",),
 }
+
+
+NEEDED = ("num_hidden_layers", "hidden_size", "vocab_size")
+COUNTS = (
+    "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
+    "moe_intermediate_size", "n_routed_experts", "num_experts_per_tok", "kv_lora_rank",
+    "q_lora_rank", "qk_rope_head_dim", "max_position_embeddings",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -56,14 +66,22 @@ def load_verifier(model_path: str) -> Verifier:
     config_file = model_file(model_path, "config.json")
     config = read_object(config_file)
     text = config.get("text_config") or config
+    if not isinstance(text, dict):
+        raise UserError(f"{config_file}: text_config is no JSON object; download the file again")
     eps = text.get("rms_norm_eps")
     need = {}
-    for key in ("num_hidden_layers", "hidden_size", "vocab_size"):
-        if not isinstance(text.get(key), int):
+    for key in NEEDED:
+        if text.get(key) is None:
             raise UserError(f"{config_file}: no {key}; is {model_path} a language model?")
         need[key] = text[key]
+    for key in (*NEEDED, *COUNTS):
+        value = text.get(key)
+        if value is not None and (not isinstance(value, int) or value < (key in NEEDED)):
+            raise UserError(f"{config_file}: {key} is {value!r}; download the file again")
     if eps is None:
         raise UserError(f"{config_file}: no rms_norm_eps; only verifiers with RMSNorm are known")
+    if not isinstance(eps, float | int):
+        raise UserError(f"{config_file}: rms_norm_eps is {eps!r}; download the file again")
     return Verifier(
         path=model_path,
         config=config,
@@ -86,14 +104,17 @@ def end_ids(model_path: str, config: dict, text: dict) -> tuple[int, ...]:
         sources.append(read_object(path))
     for source in sources:
         eos = source.get("eos_token_id")
-        found.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
+        ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        if not all(isinstance(i, int) for i in ids):
+            raise UserError(f"{model_path}: eos_token_id is {eos!r}, expected ids")
+        found.update(ids)
     return tuple(sorted(found))
 
 
 def read_object(path: Path) -> dict[str, Any]:
     """A JSON object of the verifier's; UserError naming the file."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = decode_json(path.read_text(encoding="utf-8"))
     except ValueError as e:
         raise UserError(f"{path}: not JSON ({e}); download the file again") from None
     if not isinstance(found, dict):
@@ -141,7 +162,7 @@ def weight_map(model_path: str) -> dict[str, str]:
     index = optional_file(model_path, "model.safetensors.index.json")
     if index is not None:
         found = read_object(index).get("weight_map")
-        if not isinstance(found, dict):
+        if not isinstance(found, dict) or not all(isinstance(v, str) for v in found.values()):
             raise UserError(f"{index}: has no weight_map; download the file again")
         return found
     path = model_file(model_path, "model.safetensors")
@@ -156,7 +177,7 @@ def safetensors_header(path: Path) -> dict[str, Any]:
             (n,) = struct.unpack("<Q", f.read(8))
             if n > size - 8:
                 raise ValueError("truncated header")
-            header = json.loads(f.read(n))
+            header = decode_json(f.read(n))
         ends = [v["data_offsets"][1] for k, v in header.items() if k != "__metadata__"]
         if 8 + n + max(ends, default=0) != size:
             raise ValueError(f"{size} bytes, its header promises {8 + n + max(ends, default=0)}")
@@ -179,7 +200,12 @@ def read_tensors(verifier: Verifier, names: tuple[str, ...]) -> "dict[str, torch
     out = {}
     for name in names:
         key = tensor_key(verifier, where, name)
-        with safe_open(model_file(verifier.path, where[key]), framework="pt") as f:
+        path = model_file(verifier.path, where[key])
+        if key not in safetensors_header(path):
+            raise UserError(
+                f"{path}: has no {key}, which the index puts there; download both again"
+            )
+        with safe_open(path, framework="pt") as f:
             out[name] = f.get_tensor(key)
     for name, tensor in out.items():
         shape = (
@@ -210,32 +236,37 @@ def tied(verifier: Verifier) -> bool:
     return True if value is None else bool(value)  # transformers' default is True
 
 
+# Parts of config.json that do not change what a verifier computes.
+INCIDENTAL = ("_name_or_path", "transformers_version", "architectures", "auto_map")
+SAMPLE_BYTES = 4096
+
+
 def fingerprint(verifier: Verifier) -> str:
     """Identity of a verifier by content, the same for a copy in another folder.
 
-    Hashes its shape and quantization, the names of its tensors, the final norm, and the
-    first 64 kB of the head and of one tensor each of the first and the last layer: what a
-    fine-tune or another quantization changes.
+    Hashes the language model's config, the names of its tensors, and SAMPLE_BYTES from the
+    middle of every tensor but numbered experts after the first: what a fine-tune, a merged
+    adapter or another quantization changes. The files of Kimi-K2.5 are read at some 1,500 places.
     """
     where = weight_map(verifier.path)
-    picked = [tensor_key(verifier, where, "norm"), tensor_key(verifier, where, "lm_head")]
-    for layer in (".layers.0.", f".layers.{verifier.num_layers - 1}."):
-        picked += sorted(k for k in where if layer in k and "norm" not in k)[:1]
-    keys = [
-        "num_hidden_layers",
-        "hidden_size",
-        "vocab_size",
-        "num_attention_heads",
-        "rope_theta",
-        "quantization_config",
-    ]
-    known = [verifier.architecture, {k: verifier.text.get(k) for k in keys}, sorted(where)]
+    text = {k: v for k, v in verifier.text.items() if k not in INCIDENTAL}
+    quantization = verifier.config.get("quantization_config")
+    known = [verifier.architecture, text, quantization, sorted(where)]
     digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode())
-    for key in picked:
-        path = model_file(verifier.path, where[key])
-        begin, end = safetensors_header(path)[key]["data_offsets"]
+    files: dict[str, list[str]] = {}
+    for key in sorted(where):
+        expert = re.search(r"\.experts\.(\d+)\.", key)
+        if expert is None or int(expert[1]) == 0:
+            files.setdefault(where[key], []).append(key)
+    for name, keys in files.items():
+        path = model_file(verifier.path, name)
+        header = safetensors_header(path)
         with open(path, "rb") as f:
             (n,) = struct.unpack("<Q", f.read(8))
-            f.seek(8 + n + begin)
-            digest.update(f.read(min(end - begin, 65536)))
+            for key in keys:
+                if key not in header:
+                    raise UserError(f"{path}: has no {key}, which the index puts there")
+                begin, end = header[key]["data_offsets"]
+                f.seek(8 + n + max(begin, (begin + end - SAMPLE_BYTES) // 2))
+                digest.update(f.read(min(end - begin, SAMPLE_BYTES)))
     return digest.hexdigest()

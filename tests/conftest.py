@@ -114,7 +114,7 @@ def tiny_stages(tmp_path_factory, tiny_llama, tiny_prepared) -> dict[str, Path]:
     return {"prepared": tiny_prepared, "vocab": vocab, "hidden": hidden, "model": tiny_llama}
 
 
-def extract_args(stages: dict[str, Path], out: Path, *more: object) -> list[object]:
+def extract_args(stages: dict[str, Path], out: Path | str, *more: object) -> list[object]:
     """03's arguments for the tiny stages."""
     return [
         "--model-path", stages["model"], "--prepared-data", stages["prepared"],

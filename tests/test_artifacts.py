@@ -52,8 +52,21 @@ def test_earlier_runs(tmp_path):
 def test_overwrite_spares_folders_that_are_not_ours(tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(UserError, match="would delete a folder"):
-        artifacts.prepare_output(tmp_path, overwrite=True)
+        artifacts.hold_output(tmp_path, "vocab", {}, {}, overwrite=True, state="none")
     assert (tmp_path / "thesis.tex").exists()
+
+
+def test_overwrite_makes_a_damaged_folder_again(tmp_path):
+    """A report cut short, or lost: what lies there is still ours."""
+    (tmp_path / "rows_0-999").mkdir()
+    (tmp_path / "journal.jsonl").touch()
+    artifacts.hold_output(tmp_path, "extract", {}, {}, overwrite=True, state="none")
+    (tmp_path / artifacts.REPORT).touch()
+    with pytest.raises(UserError, match=r"not JSON .* or --overwrite"):
+        artifacts.earlier_run(tmp_path, "extract", {}, {}, overwrite=False)
+    assert artifacts.earlier_run(tmp_path, "extract", {}, {}, overwrite=True) == "none"
+    artifacts.empty_output(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == [artifacts.LOCK]
 
 
 def test_reports_of_other_stages_or_unfinished_ones_are_refused(tmp_path):
@@ -66,12 +79,29 @@ def test_reports_of_other_stages_or_unfinished_ones_are_refused(tmp_path):
 
 
 def test_space_is_checked_before_it_runs_out(tmp_path):
-    artifacts.require_space(tmp_path / "new", 1000)
+    artifacts.require_space(tmp_path / "new", 1000, overwrite=False)
     with pytest.raises(UserError, match="GB free; free space"):
-        artifacts.require_space(tmp_path / "new", 10**18)
+        artifacts.require_space(tmp_path / "new", 10**18, overwrite=False)
+
+
+def test_overwrite_may_use_what_it_frees(small_disk):
+    folder = small_disk / "o"
+    folder.mkdir()
+    size = artifacts.free_space(folder) * 2 // 3
+    (folder / "responses.jsonl").write_bytes(bytes(size))
+    with pytest.raises(UserError, match="GB free"):
+        artifacts.require_space(folder, size, overwrite=False)
+    artifacts.require_space(folder, size, overwrite=True)
 
 
 def test_a_second_run_into_one_folder_is_refused(tmp_path):
-    artifacts.prepare_output(tmp_path / "o", overwrite=False)
+    artifacts.hold_output(tmp_path / "o", "vocab", {}, {}, overwrite=False, state="none")
     with pytest.raises(UserError, match="another run is writing into it"):
-        artifacts.prepare_output(tmp_path / "o", overwrite=True)
+        artifacts.hold_output(tmp_path / "o", "vocab", {}, {}, overwrite=True, state="none")
+
+
+def test_a_folder_that_another_run_finished_meanwhile_is_refused(tmp_path):
+    before = artifacts.earlier_run(tmp_path, "vocab", {"a": 1}, {}, overwrite=False)
+    artifacts.write_json(tmp_path / artifacts.REPORT, make({"a": 1}, {}, "d", 0))
+    with pytest.raises(UserError, match="another run has changed it"):
+        artifacts.hold_output(tmp_path, "vocab", {"a": 1}, {}, overwrite=False, state=before)

@@ -34,7 +34,7 @@ def captured(smollm2, tokenizer, tmp_path_factory):
     args = engine.capture_engine_args(
         model,
         tp_size=1,
-        max_seq_len=512,
+        longest=512,
         max_batch_tokens=1024,
         batch_size=128,
         dtype="float32",

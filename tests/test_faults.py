@@ -28,8 +28,18 @@ from tests.tiny_models import make_llama, make_rows
 ODD = 450  # a token that two samples hold
 
 
+@pytest.fixture(scope="module")
+def nan_llama(tmp_path_factory):
+    """A verifier to which the token ODD is NaN."""
+    nan = make_llama(tmp_path_factory.mktemp("verifier") / "nan")
+    weights = load_file(nan / "model.safetensors")
+    weights["model.embed_tokens.weight"][ODD] = float("nan")
+    save_file(weights, nan / "model.safetensors", metadata={"format": "pt"})
+    return nan
+
+
 @pytest.fixture(scope="module", params=["first pass", "later pass"])
-def odd(request, tmp_path_factory) -> dict:
+def odd(request, tmp_path_factory, nan_llama) -> dict:
     """Samples of which two of one pass hold a token of their own, a sound verifier with what it
     gives of them, and a verifier to which that token is NaN."""
     folder = tmp_path_factory.mktemp("odd")
@@ -41,11 +51,8 @@ def odd(request, tmp_path_factory) -> dict:
     for i in where:
         rows[i]["input_ids"][1] = ODD
     write_jsonl(folder / "prepared" / "tokenized_data.jsonl", rows)
-    sound, nan = make_llama(folder / "sound"), make_llama(folder / "nan")
-    weights = load_file(nan / "model.safetensors")
-    weights["model.embed_tokens.weight"][ODD] = float("nan")
-    save_file(weights, nan / "model.safetensors", metadata={"format": "pt"})
-    stages = {"prepared": folder / "prepared", "model": sound, "nan": nan, "where": where}
+    sound = make_llama(folder / "sound")
+    stages = {"prepared": folder / "prepared", "model": sound, "nan": nan_llama, "where": where}
     must(script("03_extract_hidden_states.py", *args_of(stages, folder / "whole")))
     return stages | {"whole": files_of(folder / "whole")}
 
@@ -112,6 +119,33 @@ def test_samples_with_nan_are_skipped_and_the_rest_is_whole(odd, tmp_path):
     args = train_args(stages | {"vocab": vocab}, tmp_path / "draft", "--heldout-fraction", 0,
                       "--epochs", 1)  # fmt: skip
     assert "train: 22 samples" in must(script("04_train.py", *args)).stdout
+
+
+def test_bad_samples_among_the_longest_are_skipped(nan_llama, tmp_path):
+    """Passes go longest first, so these fill the first ones; the probe looks further."""
+    rows = make_rows(16, vocab_size=400)
+    for row in rows[:4]:
+        row["input_ids"] = [5, ODD] + [7] * 254
+        row["loss_mask"] = [0] * 8 + [1] * 248
+    write_jsonl(tmp_path / "prepared" / "tokenized_data.jsonl", rows)
+    stages = {"model": nan_llama, "prepared": tmp_path / "prepared"}
+    args = args_of(stages, tmp_path / "o", "--allow-missing", 4)
+    assert "4 samples are missing" in last_line(must(script("03_extract_hidden_states.py", *args)))
+
+
+def test_single_tokens_are_extracted_without_a_probe(plain, tmp_path):
+    """Also where they alone are left to a resume."""
+    rows = [{"id": f"s{n}", "input_ids": [n + 3], "loss_mask": [1]} for n in range(300)]
+    write_jsonl(tmp_path / "prepared" / "tokenized_data.jsonl", rows)
+    stages = plain | {"prepared": tmp_path / "prepared"}
+    args = args_of(stages, tmp_path / "o", "--max-seq-len", 100_000)
+    result = must(script("03_extract_hidden_states.py", *args))
+    assert "every sample left is a single token" in result.stdout
+    before = files_of(tmp_path / "o")
+    assert len(before) == 300
+    (tmp_path / "o" / "rows_0-999" / "hs_7.safetensors").unlink()
+    must(script("03_extract_hidden_states.py", *args))
+    assert files_of(tmp_path / "o") == before
 
 
 # A fault inside vLLM's forward pass, whenever the odd token is in it.

@@ -2,12 +2,15 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from common.cli import UserError
 from common.preflight import Gpu, Memory, check_gpus, check_host, cpu_vllm
-from tests.conftest import last_line, must, script, write_jsonl
+from common.verifier import fingerprint, load_verifier, safetensors_header
+from tests.conftest import extract_args, last_line, must, script, write_jsonl
 
 # Its published config.json, the part that stage 3 reads.
 KIMI = {
@@ -150,3 +153,68 @@ def test_cpu_builds_are_known_by_name_or_version():
     assert cpu_vllm({"vllm": "0.33.0+cpu"})
     assert not cpu_vllm({"vllm": "0.33.0", "torch": "2.14.0+cpu"})
     assert not cpu_vllm({})
+
+
+def copied(model, folder, **config) -> Path:
+    """A copy of a verifier with other values in its config.json."""
+    shutil.copytree(model, folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({"vocab_size": 600}, "is [512, 256], config.json asks for [600, 256]"),
+        ({"hidden_size": 512}, "config.json asks for [512]"),
+        ({"num_hidden_layers": 7}, "num_hidden_layers 7, the weights have layers 0 to 7"),
+        ({"num_hidden_layers": 9}, "num_hidden_layers 9, the weights have layers 0 to 7"),
+        ({"num_key_value_heads": 4}, "k_proj.weight is [128, 256], config.json asks for [256"),
+        ({"num_attention_heads": "4"}, "num_attention_heads is '4'"),
+        ({"rms_norm_eps": "x"}, "rms_norm_eps is 'x'"),
+        ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'"),
+        ({"vocab_size": -1}, "vocab_size is -1"),
+    ],
+)
+def test_a_config_that_is_not_of_the_weights_is_refused(tiny_stages, tmp_path, config, text):
+    """By the dry run already, from the files' headers."""
+    model = copied(tiny_stages["model"], tmp_path / "m", **config)
+    stages = tiny_stages | {"model": model}
+    result = script(
+        "03_extract_hidden_states.py", *extract_args(stages, tmp_path / "o", "--dry-run")
+    )
+    assert result.returncode == 1
+    assert text in last_line(result)
+    assert "Traceback" not in result.stderr
+
+
+def test_an_index_that_is_not_of_the_files_is_refused(tiny_stages, tmp_path):
+    model = copied(tiny_stages["model"], tmp_path / "m")
+    names = {k: "model.safetensors" for k in safetensors_header(model / "model.safetensors")}
+    names["model.layers.5.mlp.extra.weight"] = "model.safetensors"
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    stages = tiny_stages | {"model": model}
+    result = script(
+        "03_extract_hidden_states.py", *extract_args(stages, tmp_path / "o", "--dry-run")
+    )
+    assert result.returncode == 1
+    assert "which the index puts there" in last_line(result)
+
+
+def test_fingerprint_sees_what_changes_the_states(tiny_stages, tmp_path):
+    """A merged adapter, another rotary base, another eps; not a copy or another transformers."""
+    model = tiny_stages["model"]
+    same = copied(model, tmp_path / "same", transformers_version="9.9")
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
+    others = [
+        copied(model, tmp_path / "rope", **rope),
+        copied(model, tmp_path / "eps", rms_norm_eps=0.01),
+        copied(model, tmp_path / "adapter"),
+    ]
+    weights = load_file(others[2] / "model.safetensors")
+    weights["model.layers.4.self_attn.q_proj.weight"] += 0.01
+    save_file(weights, others[2] / "model.safetensors", metadata={"format": "pt"})
+    found = [fingerprint(load_verifier(str(m))) for m in (model, same, *others)]
+    assert found[0] == found[1]
+    assert len(set(found)) == 4

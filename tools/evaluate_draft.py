@@ -55,7 +55,8 @@ def main() -> None:
     draft = Path(args.draft)
     serving.check_draft(draft, model)
     files = [Path(p) for p in args.prompts]
-    artifacts.check_apart(out, *(f for f in files if rows.is_local(f)))
+    local = [f for f in files if rows.is_local(f)]
+    artifacts.check_apart(out, args.model_path, draft, *local)
     settings = {
         "num_speculative_tokens": args.num_speculative_tokens,
         "max_new_tokens": args.max_new_tokens,
@@ -76,8 +77,9 @@ def main() -> None:
         folder = Path(args.hidden_states)
         inputs["extract"] = hidden_folder.open_hidden(folder).content_sha256
         stored = serving.stored_sample(folder, draft, model, args.max_seq_len)
-    if artifacts.earlier_run(out, STAGE, settings, inputs, args.overwrite) == "complete":
-        progress.log((out / "table.txt").read_text().rstrip())
+    state = artifacts.earlier_run(out, STAGE, settings, inputs, args.overwrite)
+    if state == "complete":
+        progress.log((out / "table.txt").read_text(encoding="utf-8").rstrip())
         progress.log(f"evaluate: {out} is complete (--overwrite makes it again)")
         return
     found = list(rows.read_rows(files, args.max_samples))
@@ -87,7 +89,7 @@ def main() -> None:
     if args.dry_run:
         progress.log(f"evaluate: dry run, {draft} fits the verifier; {len(asked)} prompts")
         return
-    artifacts.prepare_output(out, args.overwrite)
+    artifacts.hold_output(out, STAGE, settings, inputs, args.overwrite, state)
 
     # ---------------------------------------------------------------- run
     from common import engine
@@ -126,6 +128,7 @@ def main() -> None:
     if fed is not None:
         result["fed_states_relative_error"] = fed
     table = format_table(result, args, len(asked))
+    artifacts.empty_output(out)
     (out / "table.txt").write_text(table + "\n", encoding="utf-8")
     artifacts.write_json(out / "result.json", result)
     digest = artifacts.sha256_file(out / "result.json")

@@ -56,7 +56,7 @@ def main() -> None:
 
     model = verifier.load_verifier(args.model_path)
     files = [Path(p) for p in args.prompts]
-    artifacts.check_apart(out, *(f for f in files if rows.is_local(f)))
+    artifacts.check_apart(out, args.model_path, *(f for f in files if rows.is_local(f)))
     settings = {
         "max_new_tokens": args.max_new_tokens,
         "temperature": args.temperature,
@@ -98,15 +98,21 @@ def main() -> None:
             f" {args.max_new_tokens} tokens each, into {out}; nothing was written"
         )
         return
-    artifacts.prepare_output(out, args.overwrite)
+    artifacts.hold_output(out, STAGE, settings, inputs, args.overwrite, state)
     report = functools.partial(artifacts.report, STAGE, settings, inputs)
-    artifacts.write_json(out / artifacts.REPORT, report({}, None, 0))
 
     # ---------------------------------------------------------------- ask
     answers = out / "responses.jsonl"
-    done = read_answers(answers)
+    done = read_answers(answers) if state != "none" else {}
+
+    def begin() -> None:
+        """The verifier is up: from here on the folder is this run's."""
+        if state == "none":
+            artifacts.empty_output(out)
+            artifacts.write_json(out / artifacts.REPORT, report({}, None, 0))
+
     if len(done) < len(asked):
-        ask(args, model, tokenizer, asked, done, answers)
+        ask(args, model, tokenizer, asked, done, answers, begin)
     tokens = sum(done.values())
 
     # ---------------------------------------------------------------- report
@@ -125,7 +131,7 @@ def main() -> None:
     )
 
 
-def ask(args, model, tokenizer, asked, done, answers: Path) -> None:
+def ask(args, model, tokenizer, asked, done, answers: Path, begin) -> None:
     """Let vLLM answer what `done` lacks, adding each answer to it and to the file."""
     from common import engine
 
@@ -142,6 +148,7 @@ def ask(args, model, tokenizer, asked, done, answers: Path) -> None:
         trust_remote_code=args.trust_remote_code,
     )
     with engine.running(engine_args, args.engine_args, "regenerate") as llm:
+        begin()
         bar = progress.Progress("regenerate", len(asked), "answers", initial=len(done))
         stopper = progress.Stopper()
         for n, (key, prompt) in enumerate(asked.items()):
@@ -198,7 +205,7 @@ def read_answers(path: Path) -> dict[str, int]:
             if not line.endswith(b"\n"):
                 break
             try:
-                row = json.loads(line)
+                row = artifacts.decode_json(line)
                 done[row["id"]] = sum(row["loss_mask"])
             except (ValueError, TypeError, KeyError) as e:
                 raise cli.UserError(
