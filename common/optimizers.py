@@ -21,7 +21,8 @@ def make_optimizers(
         world: with several ranks, each keeps and steps a part of the parameters (ZeRO-1).
     """
     trained = {n: p for n, p in draft.named_parameters() if p.requires_grad}
-    matrices = {n for n, p in trained.items() if p.dim() == 2 and n != "lm_head.weight"}
+    # lists: every rank must see the same order
+    matrices = [n for n, p in trained.items() if p.dim() == 2 and n != "lm_head.weight"]
     adamw: dict[str, Any] = {"betas": BETAS, "weight_decay": weight_decay, "fused": True}
     muon: dict[str, Any] = {
         "momentum": MOMENTUM,

@@ -183,8 +183,8 @@ class StepSums:
             )
         depths = [k for k in range(K) if counts[k]]
         return {
-            "loss": round(loss, 5),
-            "loss_by_depth": [round(sums[k] / counts[k], 5) for k in depths],
+            "loss": round(loss, 6),
+            "loss_by_depth": [round(sums[k] / counts[k], 6) for k in depths],
             "accuracy_by_depth": [round(sums[K + k] / counts[k], 4) for k in depths],
             "grad_norm": round(norm, 4),
         }
