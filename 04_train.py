@@ -61,7 +61,14 @@ def parse_args():
     )
     p.add_argument("--train-lm-head", action=argparse.BooleanOptionalAction, default=True)
     p.add_argument("--norm-before-residual", action=argparse.BooleanOptionalAction, default=True)
-    p.add_argument("--norm-before-fc", action=argparse.BooleanOptionalAction, default=True)
+    p.add_argument(
+        "--norm-before-fc",
+        action=argparse.BooleanOptionalAction,
+        help="one norm over the aux layers side by side (default: unless --fc-norm)",
+    )
+    p.add_argument(
+        "--fc-norm", action=argparse.BooleanOptionalAction, default=False, help="a norm each"
+    )
     p.add_argument("--norm-output", action=argparse.BooleanOptionalAction, default=False)
     p.add_argument(
         "--draft",
@@ -70,6 +77,12 @@ def parse_args():
         metavar="JSON",
         help="shape of the draft: intermediate_size, num_attention_heads, num_key_value_heads,"
         " head_dim, rope_theta, rms_norm_eps (default: the verifier's)",
+    )
+    p.add_argument(
+        "--init-from",
+        type=cli.path_text,
+        metavar="DIR",
+        help="published draft of the same shape to start from, instead of random weights",
     )
     p.add_argument("--save-every", type=cli.positive_int, default=200, metavar="STEPS")
     p.add_argument(
@@ -86,14 +99,18 @@ def parse_args():
     p.add_argument("--compute-dtype", choices=["auto", "bfloat16", "float32"], default="auto")
     p.add_common("--seed", "--dry-run", "--overwrite", "--trust-remote-code")
     p.need("--model-path", "--prepared-data", "--vocab-map", "--hidden-states", "--output-dir")
-    return p.parse()
+    args = p.parse()
+    if args.norm_before_fc is None:
+        args.norm_before_fc = not args.fc_norm
+    if args.norm_before_fc and args.fc_norm:
+        p.error("--norm-before-fc and --fc-norm exclude each other")
+    return args
 
 
 @dataclass(frozen=True)
 class Job:
     """What a run trains, once everything is checked."""
 
-    settings: dict[str, Any]
     report: Callable[..., dict[str, Any]]
     model: Any  # common.verifier.Verifier
     shape: Any  # common.draft_shape.DraftShape
@@ -162,8 +179,8 @@ def check(args, device, dtype, ranks) -> Job | None:
     folder; None when there is nothing to do."""
     from common import (
         draft_shape,
-        hidden_files,
         hidden_folder,
+        init_from,
         packing,
         samples,
         train_inputs,
@@ -187,19 +204,7 @@ def check(args, device, dtype, ranks) -> Job | None:
     }
     train_inputs.check_inputs(inputs, prepared, vocab_map, vocab_report, hidden, args)
     layers = train_inputs.check_layers(args.layers, model, hidden)
-    count = max(hidden.lengths) + 1
-    count = min(count, args.max_samples or count)
-    held_samples = hidden.lengths.keys()  # 03 may have skipped some
-    found = samples.read_samples(prepared, count, model.vocab_size, held_samples)
-    data = {s.index: s for s in found}
-    for sample in data.values():
-        size = len(sample.input_ids)
-        hidden_files.check_hidden_file(hidden.file(sample.index), size, *hidden.shape)
-        if size > min(args.max_batch_tokens, args.max_seq_len):
-            raise cli.UserError(
-                f"sample {sample.id!r} has {size} tokens, over --max-batch-tokens"
-                f" {args.max_batch_tokens} or --max-seq-len {args.max_seq_len}; raise it"
-            )
+    data = train_inputs.read_data(args, prepared, hidden, model)
     shape = draft_shape.draft_shape(
         args.draft,
         model,
@@ -207,10 +212,14 @@ def check(args, device, dtype, ranks) -> Job | None:
         len(d2t),
         norm_before_residual=args.norm_before_residual,
         norm_before_fc=args.norm_before_fc,
+        fc_norm=args.fc_norm,
         norm_output=args.norm_output,
     )
+    if args.init_from:
+        init_from.check_initial(Path(args.init_from), shape)
+        inputs["init_from"] = artifacts.sha256_file(Path(args.init_from) / "model.safetensors")
     rows_a_step = args.rows_per_step or ranks.world
-    settings = train_inputs.run_settings(args, shape, layers, device, dtype, count, rows_a_step)
+    settings = train_inputs.run_settings(args, shape, layers, device, dtype, len(data), rows_a_step)
     overwrite = args.overwrite and ranks.first  # the others see what the first has left
     state = artifacts.earlier_run(out, STAGE, settings, inputs, overwrite)
     if state == "complete":
@@ -222,20 +231,11 @@ def check(args, device, dtype, ranks) -> Job | None:
             raise cli.UserError(f"the package {package} is not installed; see requirements.txt")
 
     # ---------------------------------------------------------------- plan
-    lengths = {i: len(s.input_ids) for i, s in data.items()}
-    held = {
-        i: n
-        for i, n in lengths.items()
-        if packing.is_heldout(data[i].conversation, args.heldout_fraction)
-    }
-    train = {i: n for i, n in lengths.items() if i not in held}
-    # An answer of one token gives the draft nothing to predict.
-    idle = {i for i in train if not packing.carries_loss(data[i], args.loss_rule)}
-    train = {i: n for i, n in train.items() if i not in idle}
+    train, held = packing.split_samples(data, args.heldout_fraction, args.loss_rule)
     if not train:
         raise cli.UserError(
-            f"{prepared}: nothing to train on ({len(held)} samples held out, {len(idle)} without a"
-            " loss position); lower --heldout-fraction or prepare more"
+            f"{prepared}: nothing to train on ({len(held)} of {len(data)} samples held out, the"
+            " others without a loss position); lower --heldout-fraction or prepare more"
         )
     steps = packing.plan_steps(train, args.max_batch_tokens, args.epochs, args.seed, rows_a_step)
     say(
@@ -266,7 +266,7 @@ def check(args, device, dtype, ranks) -> Job | None:
             artifacts.empty_output(out)
         artifacts.write_json(out / artifacts.REPORT, report({}, None, 0))
     maps = (d2t, t2d)
-    return Job(settings, report, model, shape, layers, maps, hidden, data, train, held, steps)
+    return Job(report, model, shape, layers, maps, hidden, data, train, held, steps)
 
 
 def say(ranks, text: str) -> None:
@@ -283,7 +283,7 @@ def train_draft(args, job: Job, device, dtype, ranks) -> tuple[dict | None, int,
     held-out measure, the steps taken and their seconds, of all runs."""
     import torch
 
-    from common import checkpoint, curves, export, loading, optimizers, packing, training
+    from common import checkpoint, curves, export, init_from, loading, optimizers, packing, training
     from common.draft_shape import flops_of_step
 
     out, steps = Path(args.output_dir), job.steps
@@ -291,6 +291,9 @@ def train_draft(args, job: Job, device, dtype, ranks) -> tuple[dict | None, int,
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     teacher, masters = training.build(job.model, job.shape, job.maps[0], device, dtype, args.seed)
     masters.lm_head.weight.requires_grad_(args.train_lm_head)
+    if args.init_from:
+        taken = init_from.initialize_from(Path(args.init_from), masters, teacher.target_D)
+        say(ranks, f"train: starts from {args.init_from}, with {taken} rows of its head")
     optim = optimizers.make_optimizers(
         masters, args.optimizer, args.lr, args.weight_decay, ranks.world
     )

@@ -1,12 +1,14 @@
 """Time one training step of 04 at a draft's shape, on random states; prints a JSON line.
 
 python benchmarks/train_step.py            # Kimi-K2.5's draft, rows of 8192, 3 depths, CUDA
+python benchmarks/train_step.py --profile  # and where a step's time goes, by kernel group
 """
 
 import argparse
 import json
 import sys
 import time
+from collections import defaultdict
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -15,26 +17,24 @@ import torch
 
 from common.draft_shape import DraftShape, flops_of_step
 from common.eagle3 import Eagle3Draft, initialize
+from common.optimizers import make_optimizers
 from common.packed_row import PackedRow, make_row
 from common.training import Trainer
 from common.ttt_step import Teacher
 
-WARM_UP = 4  # compiles for one length, then for any
+WARM_UP = 4
+# By a part of the kernel's name, first match.
+GROUPS = {
+    "attention": ("flex",),
+    "matrix products": ("nvjet", "gemm", "cutlass", "xmma"),
+    "compiled regions": ("triton",),
+    "optimizer, clipping": ("multi_tensor", "adam", "foreach"),
+    "copies": ("memcpy", "memset", "copy"),
+    "indexing": ("index", "gather", "scatter", "sort"),
+}
 
 
-def random_row(a: argparse.Namespace, seed: int, dtype: torch.dtype) -> PackedRow:
-    """Samples of a.sample_tokens whose last part carries loss; every seed another length."""
-    torch.manual_seed(seed)
-    lengths = [a.sample_tokens] * (a.tokens // a.sample_tokens)
-    places = torch.arange(a.tokens) % a.sample_tokens
-    mask = places >= a.sample_tokens * (1 - a.loss_share) + 8 * seed
-    states = torch.randn(a.tokens, 4, a.hidden_size, dtype=dtype)
-    ids = torch.randint(0, a.vocab_size, (a.tokens,))
-    return make_row(states, None, ids, mask, lengths, a.ttt_steps, a.rule)
-
-
-def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__)
+def add_shape(p: argparse.ArgumentParser) -> None:
     p.add_argument("--device", default="cuda")
     p.add_argument("--hidden-size", type=int, default=7168)
     p.add_argument("--intermediate-size", type=int, default=18432)
@@ -48,61 +48,115 @@ def main() -> None:
     p.add_argument("--ttt-steps", type=int, default=3)
     p.add_argument("--rule", default="answer")
     p.add_argument("--steps", type=int, default=6)
+
+
+def shape_of(a: argparse.Namespace) -> DraftShape:
+    return DraftShape(
+        a.hidden_size, a.intermediate_size, a.heads, a.heads, a.head_dim, 1e6, 1e-6, 3,
+        a.draft_vocab_size, a.vocab_size, norm_before_residual=True,
+    )  # fmt: skip
+
+
+def random_row(
+    a: argparse.Namespace, seed: int, dtype: torch.dtype
+) -> tuple[PackedRow, torch.Tensor]:
+    """(row, loss mask [T]): samples of a.sample_tokens whose last part carries loss, every seed
+    another length of it."""
+    torch.manual_seed(seed)
+    lengths = [a.sample_tokens] * (a.tokens // a.sample_tokens)
+    places = torch.arange(a.tokens) % a.sample_tokens
+    mask = places >= a.sample_tokens * (1 - a.loss_share) + 8 * (seed - 1)
+    states = torch.randn(a.tokens, 4, a.hidden_size, dtype=dtype)
+    ids = torch.randint(0, a.vocab_size, (a.tokens,))
+    return make_row(states, None, ids, mask, lengths, a.ttt_steps, a.rule), mask
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__)
+    add_shape(p)
     p.add_argument("--train-lm-head", action=argparse.BooleanOptionalAction, default=True)
+    p.add_argument("--optimizer", default="adamw")
+    p.add_argument("--profile", action="store_true")
     a = p.parse_args()
     torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.manual_seed(0)
-    H, dtype = a.hidden_size, torch.bfloat16
-    shape = DraftShape(
-        H, a.intermediate_size, a.heads, a.heads, a.head_dim, 1e6, 1e-6, 3, a.draft_vocab_size,
-        a.vocab_size, True, True,
-    )  # fmt: skip
+    dtype = torch.bfloat16
+    shape = shape_of(a)
     with torch.device(a.device):
-        head = torch.randn(a.vocab_size, H, dtype=dtype) * 0.02
+        head = torch.randn(a.vocab_size, a.hidden_size, dtype=dtype) * 0.02
         target = torch.arange(a.draft_vocab_size)
         teacher = Teacher(
-            embed_VH=torch.randn(a.vocab_size, H, dtype=dtype),
+            embed_VH=torch.randn(a.vocab_size, a.hidden_size, dtype=dtype),
             head_VH=head,
             head_DH=head[target],
-            norm_H=torch.ones(H),
+            norm_H=torch.ones(a.hidden_size),
             eps=1e-6,
             target_D=target,
         )
         masters = Eagle3Draft(shape)
         initialize(masters, teacher.head_DH)
     masters.lm_head.weight.requires_grad_(a.train_lm_head)
-    trained = [w for w in masters.parameters() if w.requires_grad]
-    trainer = Trainer(masters, dtype, [torch.optim.AdamW(trained, lr=1e-4, fused=True)], 1.0)
-    rows = [random_row(a, n, dtype).to(a.device) for n in range(3)]
-    times = []
-    for n in range(a.steps + WARM_UP):
+    optimizers = make_optimizers(masters, a.optimizer, 1e-4, 0.0, 1)
+    trainer = Trainer(masters, dtype, optimizers, 1.0)
+    rows = [random_row(a, n, dtype)[0].to(a.device) for n in range(3)]
+
+    def step(n: int) -> float:
+        """Seconds of a step; its sums were read, so the device has finished."""
         began = time.perf_counter()
         row = rows[n % len(rows)]
         counts = [one.real for one in row.losses]
-        found = trainer.step(teacher, [row], [1 / c for c in counts], 1e-4).metrics(n, counts)
-        if n >= WARM_UP:  # the loss was read: the device has finished
-            times.append(time.perf_counter() - began)
-    flops = flops_of_step(shape, a.tokens, len(row.columns_N), counts)
+        trainer.step(teacher, [row], [1 / c for c in counts], 1e-4).metrics(n, counts)
+        return time.perf_counter() - began
+
+    began = time.perf_counter()
+    for n in range(WARM_UP):
+        step(n)
+    warm_up = time.perf_counter() - began
+    times = [step(n) for n in range(a.steps)]
+    row = rows[(a.steps - 1) % len(rows)]
+    losses = [one.real for one in row.losses]
+    flops = flops_of_step(shape, a.tokens, len(row.columns_N), losses)
     median = sorted(times)[len(times) // 2]
-    print(
-        json.dumps(
-            {
-                "what": "train_step",
-                "tokens": a.tokens,
-                "ttt_steps": a.ttt_steps,
-                "rule": a.rule,
-                "train_lm_head": a.train_lm_head,
-                "step_s": round(median, 4),
-                "tok_s": round(a.tokens / median),
-                "tflops": round(flops / median / 1e12, 1),
-                "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1)
-                if a.device == "cuda"
-                else None,
-                "loss": round(found["loss"], 3),
-                "torch": torch.__version__,
-            }
-        )
-    )
+    found = {
+        "what": "train_step",
+        "tokens": a.tokens,
+        "ttt_steps": a.ttt_steps,
+        "rule": a.rule,
+        "train_lm_head": a.train_lm_head,
+        "optimizer": a.optimizer,
+        "columns": len(row.columns_N),
+        "warm_up_s": round(warm_up, 1),
+        "step_s": round(median, 4),
+        "tok_s": round(a.tokens / median),
+        "tflops": round(flops / median / 1e12, 1),
+        "torch": torch.__version__,
+    }
+    if a.device == "cuda":
+        found["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 1)
+    print(json.dumps(found), flush=True)
+    if a.profile:
+        profile(step)
+
+
+def profile(step) -> None:
+    """Print the milliseconds of kernels in a step, by group, and the longest kernels."""
+    from torch.profiler import ProfilerActivity
+
+    count = 3
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as seen:
+        for n in range(count):
+            step(n)
+    groups: dict[str, float] = defaultdict(float)
+    kernels: dict[str, float] = defaultdict(float)
+    for event in seen.key_averages():
+        name, ms = event.key.lower(), event.self_device_time_total / 1000 / count
+        group = next((g for g, parts in GROUPS.items() if any(x in name for x in parts)), "others")
+        groups[group] += ms
+        kernels[event.key[:90]] += ms
+    print(json.dumps({k: round(v, 2) for k, v in sorted(groups.items(), key=lambda x: -x[1])}))
+    for name, ms in sorted(kernels.items(), key=lambda x: -x[1])[:40]:
+        print(f"{ms:8.2f} ms  {name}")
 
 
 if __name__ == "__main__":

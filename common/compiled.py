@@ -1,7 +1,6 @@
-"""Regions of elementwise work that a GPU runs as one compiled kernel each.
+"""Regions of elementwise work that a GPU runs as a compiled kernel or two each.
 
-On a CPU they run as they are written: compiling costs more there than it saves, and the two
-are compared in tests/test_gpu.py.
+On a CPU they run as they are written: compiling costs more there than it saves.
 """
 
 import functools
@@ -16,13 +15,29 @@ F = TypeVar("F", bound=Callable[..., Any])
 def region(function: F) -> F:
     """Run `function` compiled when its first argument is on a GPU.
 
-    Matrix products stay outside, so a region is one or a few passes over memory. The second
-    length seen makes torch compile for any length; later ones compile nothing.
+    Matrix products stay outside, so a region is one or a few passes over memory. Rows may come in
+    any number without compiling again: the first dimension of all but 1-D floating tensors, which
+    are norms' weights.
     """
-    compiled = functools.cache(lambda: torch.compile(function, fullgraph=True))
+
+    @functools.cache
+    def compiled() -> Callable[..., Any]:
+        # a norm is used on several widths, with and without gradients
+        torch._dynamo.config.recompile_limit = 32
+        return torch.compile(function, fullgraph=True)
 
     @functools.wraps(function)
     def call(*args: Any) -> Any:
-        return (compiled() if args[0].is_cuda else function)(*args)
+        if not args[0].is_cuda:
+            return function(*args)
+        for arg in args:
+            for tensor in arg if isinstance(arg, list) else [arg]:
+                if isinstance(tensor, torch.Tensor) and not weight(tensor):
+                    torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        return compiled()(*args)
 
     return call  # type: ignore[return-value]
+
+
+def weight(tensor: torch.Tensor) -> bool:
+    return tensor.dim() == 1 and tensor.is_floating_point()

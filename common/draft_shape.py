@@ -31,7 +31,8 @@ class DraftShape:
     draft_vocab_size: int
     vocab_size: int
     norm_before_residual: bool = True
-    norm_before_fc: bool = False
+    norm_before_fc: bool = False  # one norm over all aux layers
+    fc_norm: bool = False  # a norm each
     norm_output: bool = False
 
 

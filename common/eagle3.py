@@ -83,6 +83,9 @@ class Eagle3Draft(nn.Module):
     def __init__(self, shape: DraftShape):
         super().__init__()
         s = self.shape = shape
+        if s.fc_norm:
+            norms = [RMSNorm(s.hidden_size, s.rms_norm_eps) for _ in range(s.num_aux_layers)]
+            self.fc_norm = nn.ModuleList(norms)
         if s.norm_before_fc:
             self.input_norm = RMSNorm(s.num_aux_layers * s.hidden_size, s.rms_norm_eps)
         self.fc = nn.Linear(s.num_aux_layers * s.hidden_size, s.hidden_size, bias=False)
@@ -101,6 +104,9 @@ class Eagle3Draft(nn.Module):
         """Aux hidden states [T, A*H] → [T, H]."""
         if self.shape.norm_before_fc:
             aux_TAH = self.input_norm(aux_TAH)
+        if self.shape.fc_norm:
+            parts = aux_TAH.chunk(self.shape.num_aux_layers, -1)
+            aux_TAH = torch.cat([n(x) for n, x in zip(self.fc_norm, parts, strict=True)], -1)
         return self.fc(aux_TAH)
 
 

@@ -51,6 +51,7 @@ def speculators_config(shape: DraftShape, verifier: Verifier, aux_layers: list[i
         draft_vocab_size=shape.draft_vocab_size,
         norm_before_residual=shape.norm_before_residual,
         norm_before_fc=shape.norm_before_fc,
+        fc_norm=shape.fc_norm,
         norm_output=shape.norm_output,
         eagle_aux_hidden_state_layer_ids=serving_layer_ids(aux_layers),
         speculators_config=SpeculatorsConfig(

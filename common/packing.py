@@ -23,6 +23,19 @@ def carries_loss(sample: Sample, rule: str) -> bool:
     return bool((mask_T[1:-1] & mask_T[2:]).any() if rule == "answer" else mask_T[1:].any())
 
 
+def split_samples(
+    data: dict[int, Sample], heldout_fraction: float, rule: str
+) -> tuple[dict[int, int], dict[int, int]]:
+    """(training samples that carry loss, held-out samples), index → tokens each.
+
+    An answer of one token gives the draft nothing to predict.
+    """
+    held = {i for i, s in data.items() if is_heldout(s.conversation, heldout_fraction)}
+    lengths = {i: len(s.input_ids) for i, s in data.items()}
+    train = {i: n for i, n in lengths.items() if i not in held and carries_loss(data[i], rule)}
+    return train, {i: lengths[i] for i in sorted(held)}
+
+
 def pack_rows(lengths: dict[int, int], budget: int, shuffle: int | None) -> list[list[int]]:
     """Group samples into rows of at most `budget` tokens.
 

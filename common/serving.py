@@ -123,21 +123,26 @@ class ServingMethods:
     model_runner: Any
 
     def fed_start(self) -> None:
-        model = draft_model(self.model_runner)
-        self._fed: list[torch.Tensor] = []
+        inner = draft_model(self.model_runner).model
+        # norm_before_fc (one) and fc_norm (a layer each) come before fc: look at what they get.
+        norms = getattr(inner, "fc_norm", None)
+        targets = list(norms) if norms else [getattr(inner, "input_norm", None) or inner.fc]
+        self._fed: list[list[torch.Tensor]] = [[] for _ in targets]
 
-        def hook(_module, args) -> None:
-            self._fed.append(args[0].detach().float().cpu().clone())
+        def watch(target: torch.nn.Module, seen: "list[torch.Tensor]") -> Any:
+            return target.register_forward_pre_hook(
+                lambda _module, args: seen.append(args[0].detach().float().cpu().clone())
+            )
 
-        # norm_before_fc and fc_norm come before fc: look at what they get.
-        inner = model.model
-        target = getattr(inner, "input_norm", None) or inner.fc
-        self._handle = target.register_forward_pre_hook(hook)
+        self._handles = [watch(t, seen) for t, seen in zip(targets, self._fed, strict=True)]
 
     def fed_stop(self) -> "list[torch.Tensor] | None":
-        self._handle.remove()
-        fed, self._fed = self._fed, []
-        return fed if self.rank == 0 else None
+        import torch
+
+        for handle in self._handles:
+            handle.remove()
+        passes = [torch.cat(parts, -1) for parts in zip(*self._fed, strict=True)]
+        return passes if self.rank == 0 else None
 
 
 def draft_model(model_runner: Any) -> Any:

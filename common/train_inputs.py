@@ -4,6 +4,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from common import artifacts, cli
+from common.hidden_files import check_hidden_file
+from common.samples import Sample, read_samples
 
 
 def check_inputs(inputs, prepared, vocab_map, vocab_report, hidden, args) -> None:
@@ -32,6 +34,23 @@ def check_inputs(inputs, prepared, vocab_map, vocab_report, hidden, args) -> Non
         inputs["verifier"],
         "pass the --model-path that 03 was run with, or run 03 on this one",
     )
+
+
+def read_data(args, prepared: Path, hidden, model) -> dict[int, Sample]:
+    """The samples that have hidden states, by index; UserError where a file is not theirs."""
+    count = max(hidden.lengths) + 1
+    count = min(count, args.max_samples or count)
+    there = hidden.lengths.keys()  # 03 may have skipped some
+    found = {s.index: s for s in read_samples(prepared, count, model.vocab_size, there)}
+    for sample in found.values():
+        size = len(sample.input_ids)
+        check_hidden_file(hidden.file(sample.index), size, *hidden.shape)
+        if size > min(args.max_batch_tokens, args.max_seq_len):
+            raise cli.UserError(
+                f"sample {sample.id!r} has {size} tokens, over --max-batch-tokens"
+                f" {args.max_batch_tokens} or --max-seq-len {args.max_seq_len}; raise it"
+            )
+    return found
 
 
 def check_layers(asked, model, hidden) -> list[int]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from common.eagle3 import Eagle3Draft, rms_norm, ttt_states
+from common.eagle3 import Eagle3Draft, rms_norm_region, ttt_states
 from common.losses import linear_kl, teacher_probs
 from common.packed_row import PackedRow
 
@@ -30,7 +30,7 @@ class Teacher:
 
     def normed(self, row: PackedRow) -> torch.Tensor:
         """The final norm of the row's teacher states, [U, H]."""
-        return rms_norm(row.last(self.head_DH.dtype), self.norm_H, self.eps)
+        return rms_norm_region(row.last(self.head_DH.dtype), self.norm_H, self.eps)
 
 
 def step_loss(

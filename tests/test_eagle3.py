@@ -114,6 +114,7 @@ MULTI_TURN = [
         dict(norm_before_residual=True),
         dict(norm_before_residual=False),
         dict(norm_before_fc=True, norm_output=True),
+        dict(fc_norm=True),
     ],
 )
 def test_loss_and_gradients_equal_speculators(flags, decay):
