@@ -39,7 +39,8 @@ def main() -> None:
     config = speculators_config(shape, verifier, [2, 30, 58], a.ttt_steps)
     config.transformer_layer_config._attn_implementation = "simple_flex_attention"
     with torch.device(a.device):
-        model: Any = Eagle3DraftModel(config).to(torch.bfloat16)
+        model: Any = Eagle3DraftModel(config)
+        model.to(torch.bfloat16)
     frozen = (model.lm_head, model.verifier_lm_head, model.embed_tokens)
     with torch.no_grad():
         for module in frozen:
