@@ -115,7 +115,8 @@ def main() -> None:
         if not counts["samples"]:
             why = ", ".join(f"{k} {v}" for k, v in counts.items())
             raise cli.UserError(f"{sources[0]}: not one usable sample ({why})")
-        artifacts.empty_output(out, Path(f.name).name)  # now that every row was good
+        if args.overwrite:  # now that every row was good
+            artifacts.empty_output(out, Path(f.name).name)
     bar.close()
 
     # ---------------------------------------------------------------- report

@@ -89,7 +89,8 @@ def main() -> None:
 
     # ---------------------------------------------------------------- write
     artifacts.hold_output(out, STAGE, settings, inputs, args.overwrite, state)
-    artifacts.empty_output(out)
+    if args.overwrite:
+        artifacts.empty_output(out)
     for name, array in (("d2t", d2t), ("t2d", t2d)):
         with artifacts.atomic_file(out / f"{name}.npy") as f:
             np.save(f, array, allow_pickle=False)

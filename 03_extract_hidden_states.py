@@ -147,7 +147,6 @@ def main() -> None:
     lines = preflight.work_lines(args, units, lengths, done, storage, todo_bytes, out)
     preflight.check_plan(args, model, weights, settings, lines)
     artifacts.require_space(out, todo_bytes, args.overwrite)
-    artifacts.check_ours(out, args.overwrite)
     if args.dry_run:
         progress.log("extract: dry run, every check passed; nothing was loaded or written")
         return
@@ -264,7 +263,7 @@ def extract(args, work, report, units, lengths, done) -> None:
             checked = extraction.run_probe(llm, work, head, resumed=bool(done))
             del head  # 2.3 GB of Kimi-K2.5
             # From here on the folder holds data, and belongs to these settings.
-            if not done:
+            if args.overwrite:
                 artifacts.empty_output(out, extraction.PROBE)
             journal.write_plan(out, units, lengths)
             artifacts.write_json(out / artifacts.REPORT, report({}, None, 0))

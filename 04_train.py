@@ -192,7 +192,8 @@ def check(args, device, dtype, ranks) -> Job | None:
     model = verifier.load_verifier(args.model_path)
     prepared = samples.prepared_folder(args.prepared_data)
     vocab_map = Path(args.vocab_map)
-    artifacts.check_apart(out, args.model_path, prepared, vocab_map, args.hidden_states)
+    init = [args.init_from] if args.init_from else []
+    artifacts.check_apart(out, args.model_path, prepared, vocab_map, args.hidden_states, *init)
     d2t, t2d = vocab.load_map(vocab_map, model.vocab_size)
     vocab_report = artifacts.read_report(vocab_map, "vocab")
     hidden = hidden_folder.open_hidden(Path(args.hidden_states))
@@ -262,7 +263,7 @@ def check(args, device, dtype, ranks) -> Job | None:
     report = functools.partial(artifacts.report, STAGE, settings, inputs)
     if ranks.first:
         artifacts.hold_output(out, STAGE, settings, inputs, args.overwrite, state)
-        if state == "none":
+        if args.overwrite:
             artifacts.empty_output(out)
         artifacts.write_json(out / artifacts.REPORT, report({}, None, 0))
     maps = (d2t, t2d)

@@ -107,8 +107,7 @@ def hold_output(
 ) -> None:
     """Make the output folder and hold it against a second run, as long as the process lasts.
 
-    UserError when another run does, or has changed it since earlier_run said `state`, and
-    when --overwrite would delete what is not ours.
+    UserError when another run does, or has changed it since earlier_run said `state`.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -121,7 +120,6 @@ def hold_output(
                 " --output-dir"
             ) from None
         _locks.append(lock)
-        check_ours(folder, overwrite)
     except FileExistsError:
         raise UserError(f"{folder}: is a file; --output-dir takes a folder") from None
     except OSError as e:
@@ -133,9 +131,9 @@ def hold_output(
         )
 
 
-def check_ours(folder: Path, overwrite: bool) -> None:
+def check_ours(folder: Path) -> None:
     """UserError when --overwrite would delete a folder that no stage of ours has written."""
-    if not overwrite or not folder.is_dir() or (folder / REPORT).exists():
+    if not folder.is_dir() or (folder / REPORT).exists():
         return
     names = [p.name for p in folder.iterdir()]
     if not all(any(fnmatch(name, ours) for ours in OURS) for name in names):
@@ -146,7 +144,7 @@ def check_ours(folder: Path, overwrite: bool) -> None:
 
 
 def empty_output(folder: Path, *keep: str) -> None:
-    """Delete what an earlier run left, when this one is about to write."""
+    """For --overwrite alone: delete what an earlier run left, when this one is about to write."""
     for path in folder.iterdir():
         if path.name in (LOCK, *keep):
             continue
@@ -272,9 +270,11 @@ def earlier_run(
     """Compare the output folder with what is asked: "none", "in_progress" or "complete".
 
     UserError when it holds a run with other settings or other input data, so that stale
-    data is never reused in silence.
+    data is never reused in silence, and when --overwrite would delete what is not ours.
     """
     path = folder / REPORT
+    if overwrite:
+        check_ours(folder)
     if not path.exists():
         return "none"
     try:

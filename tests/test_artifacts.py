@@ -52,7 +52,7 @@ def test_earlier_runs(tmp_path):
 def test_overwrite_spares_folders_that_are_not_ours(tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(UserError, match="would delete a folder"):
-        artifacts.hold_output(tmp_path, "vocab", {}, {}, overwrite=True, state="none")
+        artifacts.earlier_run(tmp_path, "vocab", {}, {}, overwrite=True)
     assert (tmp_path / "thesis.tex").exists()
 
 

@@ -10,7 +10,16 @@ import pytest
 
 from common.artifacts import REPORT
 from common.hidden_folder import shard_folder
-from tests.conftest import ROOT, extract_args, files_of, last_line, must, script, train_args
+from tests.conftest import (
+    ROOT,
+    extract_args,
+    files_of,
+    last_line,
+    must,
+    script,
+    train_args,
+    write_jsonl,
+)
 
 
 def everything(folder) -> dict:
@@ -37,6 +46,32 @@ def test_the_verifiers_folder_is_no_output_folder(tiny_stages, tmp_path, where):
             assert result.returncode == 1, name
             assert "holds the input" in last_line(result)
     assert everything(model) == before
+
+
+def test_foreign_files_are_left_alone(tiny_stages, random_rows, tmp_path):
+    """Beside them a run may write; --overwrite refuses to delete them, by its dry run already."""
+    out = tmp_path / "drafts"
+    (out / "v1").mkdir(parents=True)
+    (out / "v1" / "model.safetensors").write_text("months")
+    data = write_jsonl(tmp_path / "rows.jsonl", random_rows)
+    model = ["--model-path", tiny_stages["model"]]
+    calls = {
+        "01_prepare_data.py": [*model, "--dataset", data, "--output-dir", out],
+        "02_build_vocab_map.py": [*model, "--prepared-data", tiny_stages["prepared"],
+                                  "--output-dir", out, "--draft-vocab-size", 64],
+        "03_extract_hidden_states.py": extract_args(tiny_stages, out),
+        "04_train.py": train_args(tiny_stages, out, "--epochs", 1),
+    }  # fmt: skip
+    for name, args in calls.items():
+        for more in (["--overwrite"], ["--overwrite", "--dry-run"]):
+            result = script(name, *args, *more)
+            assert result.returncode == 1, name
+            assert "would delete a folder" in last_line(result)
+        must(script(name, *args))
+        assert (out / "v1" / "model.safetensors").read_text() == "months", name
+        for path in out.iterdir():  # the next stage finds the foreign folder alone
+            if path.name != "v1":
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def test_overwrite_keeps_the_old_folder_until_the_verifier_is_up(tiny_stages, tmp_path):

@@ -128,7 +128,8 @@ def main() -> None:
     if fed is not None:
         result["fed_states_relative_error"] = fed
     table = format_table(result, args, len(asked))
-    artifacts.empty_output(out)
+    if args.overwrite:
+        artifacts.empty_output(out)
     (out / "table.txt").write_text(table + "\n", encoding="utf-8")
     artifacts.write_json(out / "result.json", result)
     digest = artifacts.sha256_file(out / "result.json")

@@ -107,8 +107,9 @@ def main() -> None:
 
     def begin() -> None:
         """The verifier is up: from here on the folder is this run's."""
-        if state == "none":
+        if args.overwrite:
             artifacts.empty_output(out)
+        if state == "none":
             artifacts.write_json(out / artifacts.REPORT, report({}, None, 0))
 
     if len(done) < len(asked):
