@@ -117,10 +117,11 @@ def main() -> None:
     settings = run_settings(args, layers, model, dtype, storage)
     inputs = {"prepared": samples.prepared_identity(folder)}
     if args.dry_run and not weights.here:
-        inputs["verifier"] = artifacts.held_input(out, "verifier")
+        inputs |= {n: artifacts.held_input(out, n) for n in ("verifier", "verifier_weights")}
     else:
         preflight.require_weights(model, weights)
         inputs["verifier"] = verifier.fingerprint(model)
+        inputs["verifier_weights"] = verifier.weights_fingerprint(model)
     state = artifacts.earlier_run(out, STAGE, settings, inputs, args.overwrite)
 
     # ---------------------------------------------------------------- plan
@@ -155,7 +156,7 @@ def main() -> None:
 
     # ---------------------------------------------------------------- load and work
     if todo:
-        from common.extraction import Work
+        from common.forward import Work
 
         samples_todo = {i: data[i] for _, indices in todo for i in indices}
         tokens = sum(lengths.values())
@@ -234,7 +235,7 @@ def check_longest(args, model, folder: Path, lengths: dict[int, int]) -> None:
 
 def extract(args, work, report, units, lengths, done) -> None:
     """Load the verifier, check the capture, and run the passes of `work` into `done`."""
-    from common import engine, extraction, journal, verifier
+    from common import engine, extraction, journal, probe, verifier
 
     model, out = work.model, work.out
     head = None
@@ -260,11 +261,11 @@ def extract(args, work, report, units, lengths, done) -> None:
         engine.require_kv_cache(llm, [indices for _, indices in work.todo], lengths)
         stopper = progress.Stopper()
         try:
-            checked = extraction.run_probe(llm, work, head, resumed=bool(done))
+            checked = probe.run_probe(llm, work, head, resumed=bool(done))
             del head  # 2.3 GB of Kimi-K2.5
             # From here on the folder holds data, and belongs to these settings.
             if args.overwrite:
-                artifacts.empty_output(out, extraction.PROBE)
+                artifacts.empty_output(out, probe.PROBE)
             journal.write_plan(out, units, lengths)
             artifacts.write_json(out / artifacts.REPORT, report({}, None, 0))
             with journal.Journal(out, done) as record:
@@ -274,7 +275,7 @@ def extract(args, work, report, units, lengths, done) -> None:
                 raise engine.engine_died(cli.one_line(e)) from e
             raise
         finally:
-            shutil.rmtree(out / extraction.PROBE, ignore_errors=True)
+            shutil.rmtree(out / probe.PROBE, ignore_errors=True)
     left = [unit for unit, _ in work.todo if unit not in record.settled]
     if left and not stopper.code:
         raise RuntimeError(f"passes {left[:5]} were neither finished nor given up")

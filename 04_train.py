@@ -221,7 +221,8 @@ def check(args, device, dtype, ranks) -> Job | None:
         inputs["init_from"] = artifacts.sha256_file(Path(args.init_from) / "model.safetensors")
     rows_a_step = args.rows_per_step or ranks.world
     settings = train_inputs.run_settings(args, shape, layers, device, dtype, len(data), rows_a_step)
-    overwrite = args.overwrite and ranks.first  # the others see what the first has left
+    # the others see what the first has left
+    overwrite = args.overwrite and (ranks.first or args.dry_run)
     state = artifacts.earlier_run(out, STAGE, settings, inputs, overwrite)
     if state == "complete":
         say(ranks, f"train: {out} is complete (--overwrite makes it again)")
@@ -248,7 +249,7 @@ def check(args, device, dtype, ranks) -> Job | None:
     )
     # the states kept, one more (it is whole before the oldest goes), and the checkpoint
     size = draft_shape.parameter_count(shape)
-    needed = size * ((args.keep_states + 1) * 14 + 4)
+    needed = size * ((args.keep_states + 1) * (12 + dtype.itemsize) + 4)
     say(
         ranks,
         f"train: {size / 1e6:.1f} M parameters; up to {needed / 1e9:.2f} GB of disk,"
@@ -284,126 +285,96 @@ def train_draft(args, job: Job, device, dtype, ranks) -> tuple[dict | None, int,
     held-out measure, the steps taken and their seconds, of all runs."""
     import torch
 
-    from common import checkpoint, curves, export, init_from, loading, optimizers, packing, training
-    from common.draft_shape import flops_of_step
+    from common import checkpoint, export, init_from, loading, optimizers, packing, training
+    from common.training_log import HeldOut, StepLog
 
     out, steps = Path(args.output_dir), job.steps
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+    # ---------------------------------------------------------------- load
     teacher, masters = training.build(job.model, job.shape, job.maps[0], device, dtype, args.seed)
     masters.lm_head.weight.requires_grad_(args.train_lm_head)
-    if args.init_from:
+    newest = checkpoint.latest_state(out / "state")
+    if args.init_from and newest is None:
         taken = init_from.initialize_from(Path(args.init_from), masters, teacher.target_D)
         say(ranks, f"train: starts from {args.init_from}, with {taken} rows of its head")
     optim = optimizers.make_optimizers(
         masters, args.optimizer, args.lr, args.weight_decay, ranks.world
     )
     trainer = training.Trainer(masters, dtype, optim, args.clip, ranks)
-    begun, heldout, spent = 0, None, 0.0
-    best: dict | None = None  # the held-out measure of the best epoch, and its weights
-    best_weights: dict = {}
-    newest = checkpoint.latest_state(out / "state")
-    if newest is not None:
-        saved, best_weights = checkpoint.load_state(newest, trainer)
-        begun, heldout, spent = saved["step"], saved["heldout"], saved["seconds"]
-        best = saved["best"]
-        say(ranks, f"train: continuing after step {begun} of {len(steps)}")
-    if best is not None and best["step"] == begun:
-        best_weights = training.snapshot(trainer.draft)
-    longest = max(sum(job.train[i] for i in row) for step in steps for row in step.rows)
-    # whatever the loss, a server accepts along paths inside answers
+    held_rows = packing.pack_rows(job.held, args.max_batch_tokens, None)
+    lengths = job.train | job.held
+    rows_of_all = [row for step in steps for row in step.rows] + held_rows
+    longest = max(sum(lengths[i] for i in row) for row in rows_of_all)
     reader, judge = (
         loading.RowReader(job.hidden, job.samples, args.ttt_steps, rule, longest, device == "cuda")
         for rule in (args.loss_rule, "answer")
     )
-    held_rows = packing.pack_rows(job.held, args.max_batch_tokens, None)
+    held = HeldOut(trainer, teacher, judge, held_rows, args.patience)
+    begun, spent = 0, 0.0
+    if newest is not None:
+        saved, best_weights = checkpoint.load_state(newest, trainer)
+        held.restore(saved, best_weights)
+        begun, spent = saved["step"], saved["seconds"]
+        say(ranks, f"train: continuing after step {begun} of {len(steps)}")
+    tokens = list(map(job.step_tokens, steps))
+    log = StepLog(out, steps, tokens, begun, spent, trainer, reader.tokens, args.tensorboard)
+    if device == "cuda":
+        training.rehearse(trainer, teacher, reader.read(steps[0].rows[0]).to(device))
     mine = [row for step in steps[begun:] for row in step.rows[ranks.rank :: ranks.world]]
     rows = loading.rows_ahead(reader, mine, device)
-    metrics = curves.Metrics(out, begun, args.tensorboard) if ranks.first else None
-    done = sum(map(job.step_tokens, steps[:begun]))
-    bar = progress.Progress("train", job.tokens, "tokens", done) if ranks.first else None
     stopper = progress.Stopper()
-    last = time.monotonic()
 
-    def settle(number: int, sums: training.StepSums, work: packing.Work, lr: float) -> None:
-        """Note a finished step; its time is that since the one before."""
-        nonlocal last, spent
-        found = sums.metrics(number, work.losses)
-        seconds, last = time.monotonic() - last, time.monotonic()
-        spent += seconds
-        if metrics is None or bar is None:
-            return
-        step = steps[number - 1]
-        tokens = job.step_tokens(step)
-        flops = flops_of_step(job.shape, len(step.rows) * reader.tokens, work.columns, work.losses)
-        use = training.device_use(device, flops / seconds / ranks.world)
-        speed = {"tokens": tokens, "tokens_per_second": round(tokens / seconds, 1), **use}
-        metrics.note({"step": number, "epoch": step.epoch, **found, "lr": lr, **speed})
-        shown = " ".join(f"{a:.3f}" for a in found["accuracy_by_depth"])
-        text = f"step {number}/{len(steps)} epoch {step.epoch + 1} loss {found['loss']:.3f}"
-        bar.add(tokens, f"{text} acc {shown}" + "".join(f" {k} {v}" for k, v in use.items()))
+    def end_of_epoch(number: int) -> bool:
+        return number == len(steps) or steps[number].epoch != steps[number - 1].epoch
 
-    def judge_epoch(number: int) -> None:
-        """Measure the draft on the held-out samples; remember it if it is the best."""
-        nonlocal heldout, best, best_weights
-        heldout = training.measure(trainer.draft, teacher, judge, held_rows, device, ranks)
-        if metrics is not None:
-            metrics.note({"step": number, "epoch": steps[number - 1].epoch, **heldout})
-        say(
-            ranks,
-            f"train: epoch {steps[number - 1].epoch + 1} held-out accuracy"
-            f" {heldout['heldout_accuracy']} acceptance length {heldout['acceptance_length']}",
-        )
-        if best is None or heldout["acceptance_length"] > best["acceptance_length"]:
-            best = {"step": number, "epoch": steps[number - 1].epoch, **heldout}
-            best_weights = training.snapshot(trainer.draft)
+    def judge_epoch(number: int) -> bool:
+        """Measure the draft on the held-out samples; returns whether to end here."""
+        epoch = steps[number - 1].epoch
+        found = held.measure(number, epoch)
+        if found is not None:
+            log.note_epoch(number, found)
+        return held.stale(epoch)
 
-    launched: list[tuple] = []  # the step that a GPU is still at
-    number = begun
-    while number < len(steps) and not stale(args, best, steps[number - 1].epoch if number else 0):
+    # ---------------------------------------------------------------- train
+    number, ended = begun, False
+    if begun and end_of_epoch(begun):
+        # a run that was stopped there has saved before it measured
+        ended = judge_epoch(begun) if held.measured < begun else held.stale(steps[begun - 1].epoch)
+    log.restart()
+    while number < len(steps) and not ended:
         step, number = steps[number], number + 1
         samples = [job.samples[i] for row in step.rows for i in row]
         work = packing.count_work(samples, args.ttt_steps, args.loss_rule)
         weights = [args.ttt_decay**k / max(1, n) for k, n in enumerate(work.losses)]
         lr = args.lr * training.schedule(number - 1, len(steps), args.warmup)
         my_rows = itertools.islice(rows, len(step.rows[ranks.rank :: ranks.world]))
-        sums = trainer.step(teacher, my_rows, weights, lr, stopper.code)
-        stop = any(before[1].stop for before in launched)
-        while launched:
-            settle(*launched.pop())
-        launched.append((number, sums, work, lr))
-        epoch_ends = number == len(steps) or steps[number].epoch != step.epoch
-        save = stop or number % args.save_every == 0 or number == len(steps)
-        if not (epoch_ends or save):
+        stop = log.add(number, trainer.step(teacher, my_rows, weights, lr, stopper.code), work, lr)
+        due = number % args.save_every == 0 or number == len(steps)
+        if not (stop or due or end_of_epoch(number)):
             continue
-        settle(*launched.pop())
-        if epoch_ends and held_rows:
-            judge_epoch(number)
-        if save or stale(args, best, step.epoch):
-            counters = {"heldout": heldout, "best": best, "seconds": round(spent, 2)}
-            others = best_weights if best is not None and best["step"] < number else {}
-            checkpoint.save_state(
-                out / "state", number, trainer, counters, others, args.keep_states
-            )
+        stop = log.settle() or stop
+        if end_of_epoch(number) and (not stop or number == len(steps)):
+            ended = judge_epoch(number)
+        if stop or due or ended:
+            counters = {"seconds": round(log.spent, 2), **held.counters()}
+            best = held.weights if held.best and held.best["step"] < number else {}
+            checkpoint.save_state(out / "state", number, trainer, counters, best, args.keep_states)
         if stop and number < len(steps):
             raise cli.Interrupted(
                 stopper.code or 143, f"state after step {number} saved; run again to continue"
             )
-        last = time.monotonic()
+        log.restart()
+    log.close()
 
-    if bar is not None:
-        bar.close()
+    # ---------------------------------------------------------------- export
     if ranks.first:
-        final = best_weights or dict(masters.named_parameters())
+        final = held.weights or {n: p.detach() for n, p in masters.named_parameters()}
         d2t, t2d = map(torch.from_numpy, job.maps)
         depths, aux = args.ttt_steps, job.layers[:-1]
         export.export_draft(out, job.shape, final, job.model, aux, depths, d2t, t2d, dtype)
-    return best or heldout, number, spent
-
-
-def stale(args, best: dict | None, epoch: int) -> bool:
-    """Whether --patience is at its end after this epoch."""
-    return bool(args.patience and best and epoch - best["epoch"] >= args.patience)
+    return held.best, number, log.spent
 
 
 if __name__ == "__main__":

@@ -57,15 +57,17 @@ class TTTAttention:
         """Rotated queries → mixed values, [N, h, d], in the queries' dtype."""
         if self.mask is None:
             return attend_by_sample(q_Nhd, self.k_Tgd, self.v_Tgd, self.own, self.row)
-        out_1hNd, lse_1hN = flex()(
+        from torch.nn.attention.flex_attention import AuxRequest
+
+        out_1hNd, aux = flex()(
             q_Nhd.transpose(0, 1)[None],
             self.k_Tgd.transpose(0, 1)[None],
             self.v_Tgd.transpose(0, 1)[None],
             block_mask=self.mask,
             enable_gqa=q_Nhd.shape[1] != self.k_Tgd.shape[1],
-            return_lse=True,
+            return_aux=AuxRequest(lse=True),
         )
-        out_Nhd, lse_Nh = out_1hNd[0].transpose(0, 1), lse_1hN[0].T
+        out_Nhd, lse_Nh = out_1hNd[0].transpose(0, 1), aux.lse[0].T
         if not self.own:
             return out_Nhd
         keys, values = zip(*self.own, strict=True)
@@ -105,7 +107,7 @@ def flex() -> Any:
     """flex_attention, compiled; the uncompiled one holds every score in memory."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention)
+    return torch.compile(flex_attention, fullgraph=True)
 
 
 def block_mask(row: PackedRow) -> Any:

@@ -71,6 +71,7 @@ def save_state(
     if not ranks.first:
         return
     write_json(partial / "state.json", {"step": step, "parts": ranks.world, **counters})
+    fsync_folder(partial)
     final = folder / f"step_{step}"
     shutil.rmtree(final, ignore_errors=True)
     os.rename(partial, final)
@@ -120,6 +121,8 @@ def load_state(path: Path, trainer: Trainer) -> tuple[dict[str, Any], dict[str, 
             " and run the same command again"
         ) from None
     weights = load_file(path / WEIGHTS)
+    prefix = "best/"
+    best = {n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)}
     for name, parameter in trainer.masters.named_parameters():
         if name not in weights or weights[name].shape != parameter.shape:
             raise UserError(
@@ -128,11 +131,6 @@ def load_state(path: Path, trainer: Trainer) -> tuple[dict[str, Any], dict[str, 
             )
         with torch.no_grad():
             parameter.copy_(weights[name])
-    saved: dict[str, torch.Tensor] = {}
-    for part in parts:
-        saved |= load_file(part)
-    restore_moments(trainer.masters, trainer.optimizers, saved)
+    restore_moments(trainer.masters, trainer.optimizers, parts)
     trainer.publish()
-    prefix = "best/"
-    best = {n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)}
-    return found, best
+    return found, best if trainer.ranks.first else {}

@@ -284,7 +284,7 @@ def run(main: Callable[[], None]) -> NoReturn:
         finish(1)
     except Exception as e:  # a bug or a library's fault: show all of it, then one line
         if type(e).__name__ == "OutOfMemoryError":
-            report_error("out of GPU memory; lower --max-batch-tokens, then run the same command")
+            report_error("out of GPU memory; lower --max-batch-tokens (with --overwrite)")
             finish(1)
         traceback.print_exc()
         report_error(one_line(e, 500))

@@ -9,6 +9,10 @@ from typing import Any, TypeVar
 
 import torch
 
+# A norm is used on several widths, with and without gradients. Past the limit torch would give up
+# compiling, which for attention means holding every score.
+torch._dynamo.config.recompile_limit = 32
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -22,8 +26,6 @@ def region(function: F) -> F:
 
     @functools.cache
     def compiled() -> Callable[..., Any]:
-        # a norm is used on several widths, with and without gradients
-        torch._dynamo.config.recompile_limit = 32
         return torch.compile(function, fullgraph=True)
 
     @functools.wraps(function)

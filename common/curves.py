@@ -23,6 +23,11 @@ class Metrics:
 
             self._board = SummaryWriter(out / "tensorboard", purge_step=step + 1)
 
+    def close(self) -> None:
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
     def note(self, line: dict[str, Any]) -> None:
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
@@ -31,6 +36,7 @@ class Metrics:
         for name, value in line.items():
             for k, x in enumerate(value) if isinstance(value, list) else [("", value)]:
                 self._board.add_scalar(f"{name}/{k}" if k != "" else name, x, line["step"])
+        self._board.flush()  # a run may end at any moment
 
 
 def keep_metrics(path: Path, step: int) -> None:

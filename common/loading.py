@@ -1,10 +1,11 @@
 """Reading packed rows from 03's files, ahead of the step that trains on them.
 
 Files are read straight into the row's place in a host buffer, by several threads at once; a
-buffer beside a GPU is page-locked and copied on a stream of its own. Buffers are few and
-used in turn, which bounds the memory: READ_AHEAD rows on the host, as many on the GPU.
+buffer beside a GPU is page-locked and copied on a stream of its own. The memory is bounded:
+READ_AHEAD rows on the host, and on the GPU those beside the one in use and the one before.
 """
 
+import functools
 import os
 from collections import deque
 from collections.abc import Iterator
@@ -56,6 +57,7 @@ class RowReader:
         self._files = ThreadPoolExecutor(THREADS, "read")
 
     def buffer(self) -> Buffer:
+        """Room for one row of this reader's length, in the files' dtype."""
         layers, hidden, dtype = self.hidden.shape
         shape = (self.tokens, layers, hidden)
         states = torch.zeros(shape, dtype=getattr(torch, dtype), pin_memory=self.pin)
@@ -73,6 +75,8 @@ class RowReader:
             reads.append(self._files.submit(self._read_sample, index, buffer, at, at + length))
             at += length
         rest = self.tokens - at
+        if rest < 0:
+            raise ValueError(f"samples of {at} tokens in a row of {self.tokens}")
         if rest:
             buffer.states_TLH[at:].zero_()
             ids.append(torch.zeros(rest, dtype=torch.int64))
@@ -130,19 +134,23 @@ def rows_ahead(reader: RowReader, plan: list[list[int]], device: str) -> Iterato
         for indices in plan:
             yield reader.read(indices, buffer)
         return
-    stream = torch.cuda.Stream()
     buffers = [(reader.buffer(), torch.cuda.Event()) for _ in range(READ_AHEAD)]
+    used = [torch.cuda.Event() for _ in plan]
 
     def load(n: int) -> PackedRow:
         buffer, copied = buffers[n % READ_AHEAD]
         copied.synchronize()
+        if n > READ_AHEAD:  # the step that is launched last may not run far ahead of the GPU
+            used[n - READ_AHEAD - 1].synchronize()
         row = reader.read(plan[n], buffer)
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(copying()):
             row = row.to(device)
             copied.record()
         return row
 
-    with ThreadPoolExecutor(1, "row") as pool:
+    # the current device is a thread's own
+    pool = ThreadPoolExecutor(1, "row", torch.cuda.set_device, (torch.cuda.current_device(),))
+    with pool:
         ahead = deque(pool.submit(load, n) for n in range(min(READ_AHEAD, len(plan))))
         for n in range(len(plan)):
             row = ahead.popleft().result()
@@ -153,3 +161,10 @@ def rows_ahead(reader: RowReader, plan: list[list[int]], device: str) -> Iterato
             if n + READ_AHEAD < len(plan):
                 ahead.append(pool.submit(load, n + READ_AHEAD))
             yield row
+            used[n].record()
+
+
+@functools.cache
+def copying() -> torch.cuda.Stream:
+    """The stream of the copies: one, for the allocator keeps memory apart for each."""
+    return torch.cuda.Stream()

@@ -1,9 +1,8 @@
 """KL divergence between the verifier's and the draft's next-token distributions.
 
 Both are over the draft's vocabulary (speculators 0.9, losses/eager.py: kl_div). Gradients
-are made in the forward pass, in place of the logits, so that of the [n, D] tensors one
-exists, in the compute dtype; softmax runs in float32, in a GPU's registers or on a few rows
-at a time.
+are made in the forward pass, so that no [n, D] tensor outlives it and none is float32: softmax
+runs in a GPU's registers, or on a few rows at a time in place of the logits.
 
 Shape suffixes: n losses of one depth, U rows of the teacher, H hidden size, D draft vocabulary.
 """
@@ -20,10 +19,9 @@ CHUNK_ELEMENTS = 2**19
 
 
 def row_chunks(x_nD: torch.Tensor) -> list[slice]:
-    """Slices of rows of about CHUNK_ELEMENTS elements; on a GPU one, nothing of it is held."""
-    n = len(x_nD)
-    size = n if x_nD.is_cuda else max(1, CHUNK_ELEMENTS // x_nD.shape[1])
-    return [slice(a, min(a + size, n)) for a in range(0, n, size)]
+    """Slices of rows of about CHUNK_ELEMENTS elements."""
+    size = max(1, CHUNK_ELEMENTS // x_nD.shape[1])
+    return [slice(a, min(a + size, len(x_nD))) for a in range(0, len(x_nD), size)]
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,9 @@ class TeacherProbs:
 @torch.no_grad()
 def teacher_probs(logits_UD: torch.Tensor) -> TeacherProbs:
     """Softmax of the verifier's logits over the draft's vocabulary, in place of the logits."""
-    negentropy_U = torch.empty(len(logits_UD), device=logits_UD.device)
+    if logits_UD.is_cuda:
+        return TeacherProbs(*softmax_rows(logits_UD))
+    negentropy_U = torch.empty(len(logits_UD))
     for part in row_chunks(logits_UD):
         p_nD, negentropy_U[part] = softmax_rows(logits_UD[part])
         logits_UD[part] = p_nD
@@ -81,13 +81,16 @@ class LinearKL(torch.autograd.Function):
         real: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         logits_nD = states_nH @ head_DH.T
-        predicted_n = torch.empty(len(states_nH), dtype=torch.int64, device=states_nH.device)
-        loss_n = negentropy_U[at_n]
-        for part in row_chunks(logits_nD):
-            cross_n, predicted_n[part], gradient_nD = kl_rows(logits_nD[part], p_UD, at_n[part])
-            loss_n[part] += cross_n
-            logits_nD[part] = gradient_nD
-        d_logits_nD = logits_nD
+        if logits_nD.is_cuda:
+            cross_n, predicted_n, d_logits_nD = kl_rows(logits_nD, p_UD, at_n)
+            del logits_nD
+        else:
+            cross_n, predicted_n = torch.empty(len(at_n)), torch.empty_like(at_n)
+            d_logits_nD = logits_nD
+            for part in row_chunks(logits_nD):
+                found = kl_rows(logits_nD[part], p_UD, at_n[part])
+                cross_n[part], predicted_n[part], d_logits_nD[part] = found
+        loss_n = negentropy_U[at_n] + cross_n
         d_logits_nD[real:] = 0
         grad_states = d_logits_nD @ head_DH
         grad_head = d_logits_nD.T @ states_nH if ctx.needs_input_grad[1] else None
@@ -99,9 +102,10 @@ class LinearKL(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grad_states, grad_head = ctx.saved_tensors
+        # float32 scalars: they keep the tensors' dtype, and are not rounded to it first
         if grad_head is not None:
-            grad_head = grad_head * grads[0].to(grad_head.dtype)
-        return grad_states * grads[0].to(grad_states.dtype), grad_head, None, None, None, None
+            grad_head = grad_head * grads[0]
+        return grad_states * grads[0], grad_head, None, None, None, None
 
 
 def linear_kl(

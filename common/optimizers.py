@@ -1,5 +1,6 @@
 """The optimizers of a draft, and their state by parameter name."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,20 +64,26 @@ def moments(draft: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[s
 
 
 def restore_moments(
-    draft: nn.Module, optimizers: list[torch.optim.Optimizer], found: dict[str, torch.Tensor]
+    draft: nn.Module, optimizers: list[torch.optim.Optimizer], files: list[Path]
 ) -> None:
-    """Put a saved state into the optimizers; each rank takes what it owns."""
+    """Put a saved state, from the files of all ranks that wrote it, into the optimizers; each
+    rank reads what it owns."""
+    from safetensors import safe_open
+
     names: dict[torch.Tensor, str] = {p: n for n, p in draft.named_parameters()}
-    by_parameter: dict[str, dict[str, torch.Tensor]] = {}
-    for key, value in found.items():
-        moment, name = key.split("/", 1)
-        by_parameter.setdefault(name, {})[moment] = value
-    for optimizer in own_parts(optimizers):
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                state = by_parameter.get(names[parameter], {})
-                optimizer.state[parameter] = {
-                    # the step counter stays where AdamW keeps it; moments go to the parameter
-                    k: v.to(parameter.device) if v.dim() or parameter.is_cuda else v
-                    for k, v in state.items()
-                }
+    owned = {
+        names[p]: (optimizer, p)
+        for optimizer in own_parts(optimizers)
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }
+    for file in files:
+        with safe_open(file, framework="pt") as f:
+            for key in f.keys():  # noqa: SIM118
+                moment, name = key.split("/", 1)
+                if name not in owned:
+                    continue
+                optimizer, parameter = owned[name]
+                value = f.get_tensor(key)
+                # AdamW keeps its step counter on the CPU beside a CPU's parameters
+                optimizer.state[parameter][moment] = value.to(parameter.device)

@@ -67,7 +67,7 @@ class PackedRow:
     def tensors(self) -> list[torch.Tensor]:
         """All of its tensors."""
         parts: list[PackedRow | DepthLosses] = [self, *self.losses]
-        return [x for part in parts for x in tensors(part).values()]
+        return [x for part in parts for x in tensor_fields(part).values()]
 
     def aux(self, dtype: torch.dtype) -> torch.Tensor:
         """The aux layers' states side by side, [T, A*H]."""
@@ -89,11 +89,14 @@ Moved = TypeVar("Moved", PackedRow, DepthLosses)
 
 def moved(one: Moved, device: str) -> Moved:
     """A copy whose tensors are on the device; from page-locked memory nothing waits."""
-    there: dict[str, Any] = {k: v.to(device, non_blocking=True) for k, v in tensors(one).items()}
+    there: dict[str, Any] = {
+        k: v.to(device, non_blocking=True) for k, v in tensor_fields(one).items()
+    }
     return replace(one, **there)
 
 
-def tensors(one: PackedRow | DepthLosses) -> dict[str, torch.Tensor]:
+def tensor_fields(one: PackedRow | DepthLosses) -> dict[str, torch.Tensor]:
+    """Its tensors by name, those of a row's losses left out."""
     found = {f.name: getattr(one, f.name) for f in fields(one)}
     return {k: v for k, v in found.items() if isinstance(v, torch.Tensor)}
 

@@ -26,14 +26,18 @@ def carries_loss(sample: Sample, rule: str) -> bool:
 def split_samples(
     data: dict[int, Sample], heldout_fraction: float, rule: str
 ) -> tuple[dict[int, int], dict[int, int]]:
-    """(training samples that carry loss, held-out samples), index → tokens each.
+    """(training samples, held-out samples), index → tokens each, of those that carry loss; held
+    out by the rule "answer", which their measure follows.
 
     An answer of one token gives the draft nothing to predict.
     """
-    held = {i for i, s in data.items() if is_heldout(s.conversation, heldout_fraction)}
-    lengths = {i: len(s.input_ids) for i, s in data.items()}
-    train = {i: n for i, n in lengths.items() if i not in held and carries_loss(data[i], rule)}
-    return train, {i: lengths[i] for i in sorted(held)}
+    train: dict[int, int] = {}
+    held: dict[int, int] = {}
+    for index, sample in data.items():
+        out = is_heldout(sample.conversation, heldout_fraction)
+        if carries_loss(sample, "answer" if out else rule):
+            (held if out else train)[index] = len(sample.input_ids)
+    return train, held
 
 
 def pack_rows(lengths: dict[int, int], budget: int, shuffle: int | None) -> list[list[int]]:

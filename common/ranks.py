@@ -7,6 +7,7 @@ ranks, and each rank keeps the optimizer state of a part of the parameters (ZeRO
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
@@ -69,5 +70,6 @@ def start_ranks(device: str) -> Ranks:
                 f" {torch.cuda.device_count()} GPUs; lower --nproc-per-node"
             )
         torch.cuda.set_device(local)
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    # the first rank's checks of a large data set are waited for
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timedelta(hours=2))
     return Ranks(dist.get_rank(), world)

@@ -190,12 +190,6 @@ class StepSums:
         }
 
 
-@torch.no_grad()
-def snapshot(draft: Eagle3Draft) -> dict[str, torch.Tensor]:
-    """A copy of the draft's weights, in their dtypes, on its device."""
-    return {name: p.detach().clone() for name, p in draft.named_parameters()}
-
-
 # Dense bfloat16 matrix products, TFLOP/s, from NVIDIA's data sheets.
 PEAK_TFLOPS = {"H100": 989, "H200": 989, "B200": 2250, "A100": 312}
 
@@ -213,20 +207,29 @@ def device_use(device: str, flops_per_second: float) -> dict[str, float]:
 
 
 def measure(
-    draft: Eagle3Draft,
-    teacher: ttt_step.Teacher,
-    reader: RowReader,
-    rows: list[list[int]],
-    device: str,
-    ranks: Ranks = ALONE,
+    trainer: Trainer, teacher: ttt_step.Teacher, reader: RowReader, rows: list[list[int]]
 ) -> dict:
     """Held-out accuracy a depth and the acceptance length they imply, over all ranks."""
+    ranks, device = trainer.ranks, trainer.masters.fc.weight.device.type
     counts = torch.zeros(reader.depths, 4, dtype=torch.int64)
     for row in rows_ahead(reader, rows[ranks.rank :: ranks.world], device):
-        counts += ttt_step.heldout_counts(draft, teacher, row)
+        counts += ttt_step.heldout_counts(trainer.draft, teacher, row)
     counts = ranks.sum(counts.to(device)).cpu()
     found = ttt_step.acceptance(counts)
     return {"heldout_accuracy": found.pop("accuracy"), **found}
+
+
+def rehearse(trainer: Trainer, teacher: ttt_step.Teacher, row: PackedRow) -> None:
+    """Run everything that compiles once, on a GPU, and forget it.
+
+    Kernels are made for the sizes first seen. A run that goes on begins elsewhere in the plan,
+    and would get others, with other last bits, if the first row were not always the same.
+    """
+    loss, _ = ttt_step.step_loss(trainer.draft, teacher, row, [1.0] * len(row.tokens_KN))
+    loss.backward()
+    for parameter in trainer.draft.parameters():
+        parameter.grad = None
+    ttt_step.heldout_counts(trainer.draft, teacher, row)
 
 
 def schedule(step: int, steps: int, warmup: float) -> float:

@@ -236,8 +236,11 @@ def tied(verifier: Verifier) -> bool:
     return True if value is None else bool(value)  # transformers' default is True
 
 
-# Parts of config.json that do not change what a verifier computes.
-INCIDENTAL = ("_name_or_path", "transformers_version", "architectures", "auto_map")
+# Parts of config.json that do not change what a verifier computes. (03 notes its dtype itself.)
+INCIDENTAL = (
+    "_name_or_path", "transformers_version", "architectures", "auto_map", "use_cache", "dtype",
+    "torch_dtype", "_attn_implementation",
+)  # fmt: skip
 SAMPLE_BYTES = 4096
 
 
@@ -245,28 +248,47 @@ def fingerprint(verifier: Verifier) -> str:
     """Identity of a verifier by content, the same for a copy in another folder.
 
     Hashes the language model's config, the names of its tensors, and SAMPLE_BYTES from the
-    middle of every tensor but numbered experts after the first: what a fine-tune, a merged
-    adapter or another quantization changes. The files of Kimi-K2.5 are read at some 1,500 places.
+    middle of embedding, head and final norm, whose files 04 has. What a merged adapter changes
+    beside them, `weights_fingerprint` sees.
     """
     where = weight_map(verifier.path)
     text = {k: v for k, v in verifier.text.items() if k not in INCIDENTAL}
     quantization = verifier.config.get("quantization_config")
     known = [verifier.architecture, text, quantization, sorted(where)]
     digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode())
-    files: dict[str, list[str]] = {}
+    add_samples(digest, verifier, where, [tensor_key(verifier, where, name) for name in TENSORS])
+    return digest.hexdigest()
+
+
+def weights_fingerprint(verifier: Verifier) -> str:
+    """Hash of SAMPLE_BYTES from every tensor but numbered experts after the first: what a
+    fine-tune, a merged adapter or another quantization changes. For stages that load the
+    verifier; Kimi-K2.5's files are read at some 1,500 places.
+    """
+    where = weight_map(verifier.path)
+    keys = []
     for key in sorted(where):
         expert = re.search(r"\.experts\.(\d+)\.", key)
         if expert is None or int(expert[1]) == 0:
-            files.setdefault(where[key], []).append(key)
-    for name, keys in files.items():
+            keys.append(key)
+    digest = hashlib.sha256()
+    add_samples(digest, verifier, where, keys)
+    return digest.hexdigest()
+
+
+def add_samples(digest: Any, verifier: Verifier, where: dict[str, str], keys: list[str]) -> None:
+    """Hash a piece from the middle of each tensor, file by file."""
+    files: dict[str, list[str]] = {}
+    for key in keys:
+        files.setdefault(where[key], []).append(key)
+    for name, held in sorted(files.items()):
         path = model_file(verifier.path, name)
         header = safetensors_header(path)
         with open(path, "rb") as f:
             (n,) = struct.unpack("<Q", f.read(8))
-            for key in keys:
+            for key in sorted(held):
                 if key not in header:
                     raise UserError(f"{path}: has no {key}, which the index puts there")
                 begin, end = header[key]["data_offsets"]
                 f.seek(8 + n + max(begin, (begin + end - SAMPLE_BYTES) // 2))
                 digest.update(f.read(min(end - begin, SAMPLE_BYTES)))
-    return digest.hexdigest()

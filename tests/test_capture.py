@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common import engine, extraction
+from common import engine, forward
 from common.capture import CaptureError, find_decoder
 from common.cli import UserError
 from common.hidden_files import file_checksum, hidden_file, read_hidden
@@ -44,21 +44,21 @@ def captured(smollm2, tokenizer, tmp_path_factory):
     llm: Any = engine.start_engine(args, {})
     llm.collective_rpc("ignore_signals")
     shape = (1024, model.hidden_size)
-    extraction.rank0(llm, "capture_start", LAYERS, model.num_layers, shape, "float32")
+    forward.rank0(llm, "capture_start", LAYERS, model.num_layers, shape, "float32")
 
     def run(batch, folder, **more):
-        outputs = extraction.forward(llm, batch, **more)
-        answer = extraction.rank0(llm, "capture_submit", 0, batch, str(folder))
+        outputs = forward.forward(llm, batch, **more)
+        answer = forward.rank0(llm, "capture_submit", 0, batch, str(folder))
         assert answer["passes"] == 1
-        (result,) = answer["finished"] + extraction.rank0(llm, "capture_finish")
+        (result,) = answer["finished"] + forward.rank0(llm, "capture_finish")
         assert result["bad"] == []
         assert result["checksums"] == {i: file_checksum(hidden_file(folder, i)) for i, _ in batch}
         return outputs
 
     folder = tmp_path_factory.mktemp("captured")
-    extraction.rank0(llm, "capture_check_layers", True)
+    forward.rank0(llm, "capture_check_layers", True)
     outputs = run(samples[:4], folder / "together", prompt_logprobs=0)
-    received = extraction.rank0(llm, "capture_check_layers", False)
+    received = forward.rank0(llm, "capture_check_layers", False)
     run(samples[4:], folder / "together")
     for one in samples:
         run([one], folder / "alone")

@@ -9,7 +9,12 @@ from safetensors.torch import load_file, save_file
 
 from common.cli import UserError
 from common.preflight import Gpu, Memory, check_gpus, check_host, cpu_vllm
-from common.verifier import fingerprint, load_verifier, safetensors_header
+from common.verifier import (
+    fingerprint,
+    load_verifier,
+    safetensors_header,
+    weights_fingerprint,
+)
 from tests.conftest import extract_args, last_line, must, script, write_jsonl
 
 # Its published config.json, the part that stage 3 reads.
@@ -215,6 +220,12 @@ def test_fingerprint_sees_what_changes_the_states(tiny_stages, tmp_path):
     weights = load_file(others[2] / "model.safetensors")
     weights["model.layers.4.self_attn.q_proj.weight"] += 0.01
     save_file(weights, others[2] / "model.safetensors", metadata={"format": "pt"})
-    found = [fingerprint(load_verifier(str(m))) for m in (model, same, *others)]
-    assert found[0] == found[1]
-    assert len(set(found)) == 4
+
+    def identity(folder):
+        verifier = load_verifier(str(folder))
+        return fingerprint(verifier), weights_fingerprint(verifier)
+
+    assert identity(model) == identity(same)
+    assert len({identity(m) for m in (model, *others)}) == 4
+    # 04 needs the embedding, the head and the norm only, and so does its identity
+    assert identity(others[2])[0] == identity(model)[0]

@@ -71,6 +71,7 @@ def main() -> None:
         "draft": artifacts.sha256_file(draft / "model.safetensors"),
         "draft_config": artifacts.sha256_file(draft / "config.json"),
         "verifier": verifier.fingerprint(model),
+        "verifier_weights": verifier.weights_fingerprint(model),
     }
     stored = None
     if args.hidden_states:

@@ -71,7 +71,11 @@ def main() -> None:
     }
     if args.answers_per_prompt > 1 and args.temperature == 0:
         raise cli.UserError("--answers-per-prompt over 1 needs --temperature over 0")
-    inputs = {"prompts": rows.digest(files), "verifier": verifier.fingerprint(model)}
+    inputs = {
+        "prompts": rows.digest(files),
+        "verifier": verifier.fingerprint(model),
+        "verifier_weights": verifier.weights_fingerprint(model),
+    }
     state = artifacts.earlier_run(out, STAGE, settings, inputs, args.overwrite)
     if state == "complete":
         progress.log(f"regenerate: {out} is complete (--overwrite makes it again)")
@@ -103,7 +107,7 @@ def main() -> None:
 
     # ---------------------------------------------------------------- ask
     answers = out / "responses.jsonl"
-    done = read_answers(answers) if state != "none" else {}
+    done = {} if args.overwrite else read_answers(answers)
 
     def begin() -> None:
         """The verifier is up: from here on the folder is this run's."""
