@@ -39,7 +39,8 @@ def parse_args():
         "--rows-per-step",
         type=cli.positive_int,
         metavar="ROWS",
-        help="packed rows of one optimizer step, over all GPUs (default: one a GPU)",
+        help="packed rows of one optimizer step, over all GPUs (default: one a GPU; a run that"
+        " goes on keeps its own)",
     )
     p.add_argument("--ttt-steps", type=cli.counted(16), default=3, help="depths trained")
     p.add_argument(
@@ -51,7 +52,12 @@ def parse_args():
         default="answer",
         help="answer: whole path inside an answer; next: speculators' rule",
     )
-    p.add_argument("--optimizer", choices=["adamw", "muon"], default="adamw")
+    p.add_argument(
+        "--optimizer",
+        choices=["adamw", "muon"],
+        default="adamw",
+        help="muon: for the matrices but the head, AdamW for the rest",
+    )
     p.add_argument("--lr", type=cli.between(1e-9, 1), default=1e-3, help="peak learning rate")
     p.add_argument("--warmup", type=cli.between(0, 1), default=0.05, help="fraction of all steps")
     p.add_argument("--weight-decay", type=cli.between(0, 1), default=0.0)
@@ -84,7 +90,13 @@ def parse_args():
         metavar="DIR",
         help="published draft of the same shape to start from, instead of random weights",
     )
-    p.add_argument("--save-every", type=cli.positive_int, default=200, metavar="STEPS")
+    p.add_argument(
+        "--save-every",
+        type=cli.positive_int,
+        default=200,
+        metavar="STEPS",
+        help="steps between states for resuming",
+    )
     p.add_argument(
         "--keep-states", type=cli.counted(100), default=1, help="newest states kept for resuming"
     )
@@ -219,7 +231,8 @@ def check(args, device, dtype, ranks) -> Job | None:
     if args.init_from:
         init_from.check_initial(Path(args.init_from), shape)
         inputs["init_from"] = artifacts.sha256_file(Path(args.init_from) / "model.safetensors")
-    rows_a_step = args.rows_per_step or ranks.world
+    held_rows = None if args.overwrite else artifacts.held_setting(out, "rows_per_step")
+    rows_a_step = args.rows_per_step or held_rows or ranks.world
     settings = train_inputs.run_settings(args, shape, layers, device, dtype, len(data), rows_a_step)
     # the others see what the first has left
     overwrite = args.overwrite and (ranks.first or args.dry_run)

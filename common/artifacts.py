@@ -317,6 +317,13 @@ def held_input(folder: Path, name: str) -> str:
     return str(inputs.get(name, "")) if isinstance(inputs, dict) else ""
 
 
+def held_setting(folder: Path, name: str) -> Any:
+    """What a folder's report says of one setting; None without a report."""
+    path = folder / REPORT
+    settings = read_json(path).get("settings") if path.exists() else None
+    return settings.get(name) if isinstance(settings, dict) else None
+
+
 def shorten(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 60 else text[:57] + "..."

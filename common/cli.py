@@ -114,7 +114,7 @@ class Parser(argparse.ArgumentParser):
     """Argparse without abbreviations, whose error is a single last line."""
 
     def __init__(self, section: str, doc: str | None):
-        prog = Path(sys.argv[0]).name
+        prog = os.path.relpath(sys.argv[0]) if sys.argv[0] else ""
         super().__init__(
             prog=prog,
             description=doc,

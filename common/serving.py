@@ -129,7 +129,7 @@ class ServingMethods:
         targets = list(norms) if norms else [getattr(inner, "input_norm", None) or inner.fc]
         self._fed: list[list[torch.Tensor]] = [[] for _ in targets]
 
-        def watch(target: torch.nn.Module, seen: "list[torch.Tensor]") -> Any:
+        def watch(target: Any, seen: "list[torch.Tensor]") -> Any:
             return target.register_forward_pre_hook(
                 lambda _module, args: seen.append(args[0].detach().float().cpu().clone())
             )

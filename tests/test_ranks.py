@@ -63,6 +63,6 @@ def test_one_process_goes_on_where_two_were_stopped(tiny_stages, alone, tmp_path
     output, errors = run.communicate(timeout=300)
     assert run.returncode != 0
     assert "saved; run again to continue" in errors, output + errors
-    again = must(script("04_train.py", *args, "--rows-per-step", 2))
+    again = must(script("04_train.py", *args))  # two rows a step, as it was begun
     assert "continuing after step" in again.stdout
     assert losses(out) == pytest.approx(losses(alone), abs=1e-5)
