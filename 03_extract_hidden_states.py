@@ -117,7 +117,8 @@ def main() -> None:
     settings = run_settings(args, layers, model, dtype, storage)
     inputs = {"prepared": samples.prepared_identity(folder)}
     if args.dry_run and not weights.here:
-        inputs |= {n: artifacts.held_input(out, n) for n in ("verifier", "verifier_weights")}
+        for name in ("verifier", "verifier_weights"):
+            inputs[name] = artifacts.held(out, "inputs", name) or ""
     else:
         preflight.require_weights(model, weights)
         inputs["verifier"] = verifier.fingerprint(model)

@@ -137,10 +137,6 @@ class Job:
     def step_tokens(self, step: Any) -> int:
         return sum(self.train[i] for row in step.rows for i in row)
 
-    @property
-    def tokens(self) -> int:
-        return sum(map(self.step_tokens, self.steps))
-
 
 def main() -> None:
     args = parse_args()
@@ -215,7 +211,8 @@ def check(args, device, dtype, ranks) -> Job | None:
         "extract": hidden.content_sha256,
         "verifier": verifier.fingerprint(model),
     }
-    train_inputs.check_inputs(inputs, prepared, vocab_map, vocab_report, hidden, args)
+    train_inputs.check_prepared(inputs["prepared"], prepared, vocab_map, vocab_report, hidden)
+    train_inputs.check_verifier(inputs["verifier"], args.model_path, hidden)
     layers = train_inputs.check_layers(args.layers, model, hidden)
     data = train_inputs.read_data(args, prepared, hidden, model)
     shape = draft_shape.draft_shape(
@@ -231,7 +228,7 @@ def check(args, device, dtype, ranks) -> Job | None:
     if args.init_from:
         init_from.check_initial(Path(args.init_from), shape)
         inputs["init_from"] = artifacts.sha256_file(Path(args.init_from) / "model.safetensors")
-    held_rows = None if args.overwrite else artifacts.held_setting(out, "rows_per_step")
+    held_rows = None if args.overwrite else artifacts.held(out, "settings", "rows_per_step")
     rows_a_step = args.rows_per_step or held_rows or ranks.world
     settings = train_inputs.run_settings(args, shape, layers, device, dtype, len(data), rows_a_step)
     # the others see what the first has left

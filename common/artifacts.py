@@ -310,18 +310,14 @@ def earlier_run(
     return "complete" if found.get("status") == "complete" else "in_progress"
 
 
-def held_input(folder: Path, name: str) -> str:
-    """What a folder's report says of one input; "" without a report."""
-    path = folder / REPORT
-    inputs = read_json(path).get("inputs") if path.exists() else None
-    return str(inputs.get(name, "")) if isinstance(inputs, dict) else ""
-
-
-def held_setting(folder: Path, name: str) -> Any:
-    """What a folder's report says of one setting; None without a report."""
-    path = folder / REPORT
-    settings = read_json(path).get("settings") if path.exists() else None
-    return settings.get(name) if isinstance(settings, dict) else None
+def held(folder: Path, part: str, name: str) -> Any:
+    """One of the settings or inputs in a folder's report; None without it, or without a whole
+    report (which earlier_run refuses with the remedy)."""
+    try:
+        values = read_json(folder / REPORT).get(part)
+    except UserError:
+        return None
+    return values.get(name) if isinstance(values, dict) else None
 
 
 def shorten(value: Any) -> str:

@@ -119,6 +119,13 @@ def quantize_rows(
     return (rows_NH.float() / scale_N[:, None]).to(torch.float8_e4m3fn), scale_N
 
 
+def dequantize_rows(
+    rows: "torch.Tensor", scale: "torch.Tensor", dtype: "torch.dtype"
+) -> "torch.Tensor":
+    """The inverse of quantize_rows, in `dtype`: float8 rows [..., H] times their scales [...]."""
+    return (rows.float() * scale[..., None]).to(dtype)
+
+
 # ---------------------------------------------------------------- reading
 
 
@@ -155,6 +162,5 @@ def read_hidden(path: Path, first: int | None = None) -> "tuple[torch.Tensor, to
         tensors = {name: f.get_slice(name)[:first] for name in f.keys()}  # noqa: SIM118
     states_TLH = tensors["hidden_states"]
     if "hidden_states_scale" in tensors:
-        scale_TL = tensors["hidden_states_scale"]
-        states_TLH = (states_TLH.float() * scale_TL[:, :, None]).to(torch.bfloat16)
+        states_TLH = dequantize_rows(states_TLH, tensors["hidden_states_scale"], torch.bfloat16)
     return states_TLH, tensors["token_ids"]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.artifacts import read_json
 from common.cli import UserError
-from common.draft_shape import DraftShape
+from common.draft_shape import SHAPE_KEYS, DraftShape
 from common.verifier import safetensors_header
 
 if TYPE_CHECKING:
@@ -18,14 +18,6 @@ if TYPE_CHECKING:
     from common.eagle3 import Eagle3Draft
 
 NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-SIZES = (
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "rope_theta",
-    "rms_norm_eps",
-)
 NOT_TRAINED = ("embed_tokens.weight", "d2t", "t2d")
 
 
@@ -50,7 +42,7 @@ def check_initial(folder: Path, shape: DraftShape) -> None:
         if theirs != getattr(shape, key):
             flag = "--" + ("" if theirs else "no-") + key.replace("_", "-")
             raise UserError(f"--init-from {folder}: its {key} is {theirs}; pass {flag}")
-    for key in SIZES:
+    for key in SHAPE_KEYS:
         if key in layer and layer[key] != getattr(shape, key):
             raise UserError(
                 f"--init-from {folder}: its {key} is {layer[key]}, --draft says"

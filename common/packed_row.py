@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from common.hidden_files import dequantize_rows
 from common.loss_table import loss_table, needed_columns
 
 # Rows, columns and losses are filled up to multiples of this. On a CPU, oneDNN compiles a
@@ -71,17 +72,17 @@ class PackedRow:
 
     def aux(self, dtype: torch.dtype) -> torch.Tensor:
         """The aux layers' states side by side, [T, A*H]."""
-        states_TAH = self.states_TLH[:, :-1].to(dtype)
+        states_TAH = self.states_TLH[:, :-1]
         if self.scale_TL is not None:
-            states_TAH = (states_TAH.float() * self.scale_TL[:, :-1, None]).to(dtype)
-        return states_TAH.flatten(1)
+            states_TAH = dequantize_rows(states_TAH, self.scale_TL[:, :-1], dtype)
+        return states_TAH.to(dtype).flatten(1)
 
     def last(self, dtype: torch.dtype) -> torch.Tensor:
-        """The final layer's states of the teacher's tokens."""
-        states_UH = self.states_TLH[self.teacher_U, -1].to(dtype)
+        """The final layer's states of the teacher's tokens, [U, H]."""
+        states_UH = self.states_TLH[self.teacher_U, -1]
         if self.scale_TL is not None:
-            states_UH = (states_UH.float() * self.scale_TL[self.teacher_U, -1:]).to(dtype)
-        return states_UH
+            states_UH = dequantize_rows(states_UH, self.scale_TL[self.teacher_U, -1], dtype)
+        return states_UH.to(dtype)
 
 
 Moved = TypeVar("Moved", PackedRow, DepthLosses)

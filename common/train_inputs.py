@@ -8,14 +8,14 @@ from common.hidden_files import check_hidden_file
 from common.samples import Sample, read_samples
 
 
-def check_inputs(inputs, prepared, vocab_map, vocab_report, hidden, args) -> None:
-    """The map and the states must come from this prepared data and this verifier."""
+def check_prepared(identity: str, prepared: Path, vocab_map: Path, vocab_report, hidden) -> None:
+    """UserError unless the map and the states come from this prepared data, of this identity."""
     artifacts.must_match(
         "prepared data",
         vocab_map,
         vocab_report["inputs"].get("prepared"),
         prepared,
-        inputs["prepared"],
+        identity,
         "run 02 on this prepared data, or pass the --vocab-map made from it",
     )
     artifacts.must_match(
@@ -23,15 +23,19 @@ def check_inputs(inputs, prepared, vocab_map, vocab_report, hidden, args) -> Non
         hidden.path,
         hidden.inputs.get("prepared"),
         prepared,
-        inputs["prepared"],
+        identity,
         "run 03 on this prepared data, or pass the --hidden-states made from it",
     )
+
+
+def check_verifier(identity: str, model_path: str, hidden) -> None:
+    """UserError unless the states come from this verifier."""
     artifacts.must_match(
         "verifier",
         hidden.path,
         hidden.inputs.get("verifier"),
-        Path(args.model_path),
-        inputs["verifier"],
+        Path(model_path),
+        identity,
         "pass the --model-path that 03 was run with, or run 03 on this one",
     )
 

@@ -33,21 +33,14 @@ def main() -> None:
     out = Path(args.output_dir)
 
     # ---------------------------------------------------------------- check
-    from common import hidden_files, hidden_folder, samples
+    from common import hidden_files, hidden_folder, samples, train_inputs
 
     prepared, vocab_map = samples.prepared_folder(args.prepared_data), Path(args.vocab_map)
     hidden = hidden_folder.open_hidden(Path(args.hidden_states))
-    size = artifacts.read_report(vocab_map, "vocab")["settings"]["draft_vocab_size"]
-    for folder, held in ((vocab_map, artifacts.held_input(vocab_map, "prepared")),
-                         (hidden.path, hidden.inputs.get("prepared"))):  # fmt: skip
-        artifacts.must_match(
-            "prepared data",
-            folder,
-            held,
-            prepared,
-            samples.prepared_identity(prepared),
-            "pass the --prepared-data it was made from",
-        )
+    vocab_report = artifacts.read_report(vocab_map, "vocab")
+    size = vocab_report["settings"]["draft_vocab_size"]
+    identity = samples.prepared_identity(prepared)
+    train_inputs.check_prepared(identity, prepared, vocab_map, vocab_report, hidden)
     if hidden.shape[2] == hidden_files.FP8:
         raise cli.UserError(
             f"{hidden.path}: holds float8 states, which speculators does not read; run 03 with"
