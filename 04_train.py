@@ -109,6 +109,11 @@ def parse_args():
     p.add_argument("--tensorboard", action="store_true", help="also write TensorBoard's files")
     p.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     p.add_argument("--compute-dtype", choices=["auto", "bfloat16", "float32"], default="auto")
+    p.add_argument(
+        "--float8",
+        action="store_true",
+        help="linears but the head in float8 (a GPU of compute capability 8.9 or later)",
+    )
     p.add_common("--seed", "--dry-run", "--overwrite", "--trust-remote-code")
     p.need("--model-path", "--prepared-data", "--vocab-map", "--hidden-states", "--output-dir")
     args = p.parse()
@@ -147,7 +152,7 @@ def main() -> None:
     from common import curves, serving, train_inputs
     from common.ranks import start_ranks
 
-    device, dtype = train_inputs.choose_compute(args.device, args.compute_dtype)
+    device, dtype = train_inputs.choose_compute(args.device, args.compute_dtype, args.float8)
     ranks = start_ranks(device)
     job = ranks.in_turn(lambda: check(args, device, dtype, ranks))
     if job is None:
@@ -225,6 +230,8 @@ def check(args, device, dtype, ranks) -> Job | None:
         fc_norm=args.fc_norm,
         norm_output=args.norm_output,
     )
+    if args.float8:
+        draft_shape.check_float8(shape)
     if args.init_from:
         init_from.check_initial(Path(args.init_from), shape)
         inputs["init_from"] = artifacts.sha256_file(Path(args.init_from) / "model.safetensors")
@@ -296,6 +303,7 @@ def train_draft(args, job: Job, device, dtype, ranks) -> tuple[dict | None, int,
     import torch
 
     from common import checkpoint, export, init_from, loading, optimizers, packing, training
+    from common.products import Products
     from common.training_log import HeldOut, StepLog
 
     out, steps = Path(args.output_dir), job.steps
@@ -303,16 +311,17 @@ def train_draft(args, job: Job, device, dtype, ranks) -> tuple[dict | None, int,
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
     # ---------------------------------------------------------------- load
-    teacher, masters = training.build(job.model, job.shape, job.maps[0], device, dtype, args.seed)
-    masters.lm_head.weight.requires_grad_(args.train_lm_head)
+    teacher, draft = training.build(job.model, job.shape, job.maps[0], device, dtype, args.seed)
+    draft.lm_head.weight.requires_grad_(args.train_lm_head)
     newest = checkpoint.latest_state(out / "state")
     if args.init_from and newest is None:
-        taken = init_from.initialize_from(Path(args.init_from), masters, teacher.target_D)
+        taken = init_from.initialize_from(Path(args.init_from), draft, teacher.target_D)
         say(ranks, f"train: starts from {args.init_from}, with {taken} rows of its head")
     optim = optimizers.make_optimizers(
-        masters, args.optimizer, args.lr, args.weight_decay, ranks.world
+        draft, args.optimizer, args.lr, args.weight_decay, ranks.world
     )
-    trainer = training.Trainer(masters, dtype, optim, args.clip, ranks)
+    products = Products(dtype, args.float8)
+    trainer = training.Trainer(draft, products, optim, args.clip, ranks)
     held_rows = packing.pack_rows(job.held, args.max_batch_tokens, None)
     lengths = job.train | job.held
     rows_of_all = [row for step in steps for row in step.rows] + held_rows
@@ -380,7 +389,7 @@ def train_draft(args, job: Job, device, dtype, ranks) -> tuple[dict | None, int,
 
     # ---------------------------------------------------------------- export
     if ranks.first:
-        final = held.weights or {n: p.detach() for n, p in masters.named_parameters()}
+        final = held.weights or {n: p.detach() for n, p in draft.named_parameters()}
         d2t, t2d = map(torch.from_numpy, job.maps)
         depths, aux = args.ttt_steps, job.layers[:-1]
         export.export_draft(out, job.shape, final, job.model, aux, depths, d2t, t2d, dtype)

@@ -19,13 +19,15 @@ from common.draft_shape import DraftShape, flops_of_step
 from common.eagle3 import Eagle3Draft, initialize
 from common.optimizers import make_optimizers
 from common.packed_row import PackedRow, make_row
+from common.products import Products
 from common.training import Trainer
 from common.ttt_step import Teacher
 
 WARM_UP = 4
 # By a part of the kernel's name, first match.
 GROUPS = {
-    "attention": ("flex",),
+    "attention": ("flex", "forward_kernel", "backward_kernel"),
+    "float8 casts": ("cast_kernel",),
     "matrix products": ("nvjet", "gemm", "cutlass", "xmma"),
     "compiled regions": ("triton",),
     "optimizer, clipping": ("multi_tensor", "adam", "foreach"),
@@ -76,6 +78,7 @@ def main() -> None:
     add_shape(p)
     p.add_argument("--train-lm-head", action=argparse.BooleanOptionalAction, default=True)
     p.add_argument("--optimizer", default="adamw")
+    p.add_argument("--float8", action="store_true")
     p.add_argument("--profile", action="store_true")
     a = p.parse_args()
     torch.use_deterministic_algorithms(True)
@@ -94,11 +97,11 @@ def main() -> None:
             eps=1e-6,
             target_D=target,
         )
-        masters = Eagle3Draft(shape)
-        initialize(masters, teacher.head_DH)
-    masters.lm_head.weight.requires_grad_(a.train_lm_head)
-    optimizers = make_optimizers(masters, a.optimizer, 1e-4, 0.0, 1)
-    trainer = Trainer(masters, dtype, optimizers, 1.0)
+        draft = Eagle3Draft(shape)
+        initialize(draft, teacher.head_DH)
+    draft.lm_head.weight.requires_grad_(a.train_lm_head)
+    optimizers = make_optimizers(draft, a.optimizer, 1e-4, 0.0, 1)
+    trainer = Trainer(draft, Products(dtype, a.float8), optimizers, 1.0)
     rows = [random_row(a, n, dtype)[0].to(a.device) for n in range(3)]
 
     def step(n: int) -> float:
@@ -116,7 +119,7 @@ def main() -> None:
     times = [step(n) for n in range(a.steps)]
     row = rows[(a.steps - 1) % len(rows)]
     losses = [one.real for one in row.losses]
-    flops = flops_of_step(shape, a.tokens, len(row.columns_N), losses)
+    flops = flops_of_step(shape, a.tokens, len(row.columns_N), losses, a.train_lm_head)
     median = sorted(times)[len(times) // 2]
     found = {
         "what": "train_step",
@@ -125,6 +128,7 @@ def main() -> None:
         "rule": a.rule,
         "train_lm_head": a.train_lm_head,
         "optimizer": a.optimizer,
+        "float8": a.float8,
         "columns": len(row.columns_N),
         "warm_up_s": round(warm_up, 1),
         "step_s": round(median, 4),

@@ -23,13 +23,18 @@ from common.compiled import region
 from common.packed_row import PackedRow
 
 
+def rope_table(positions_N: torch.Tensor, d: int, theta: float) -> torch.Tensor:
+    """Cosines and sines of the positions' rotary angles, float32 [N, 2, d / 2]."""
+    exponent = torch.arange(d // 2, dtype=torch.float32, device=positions_N.device) / (d // 2)
+    angle_Nd = positions_N.float()[:, None] * theta**-exponent
+    return torch.stack([angle_Nd.cos(), angle_Nd.sin()], 1)
+
+
 @region
-def rotate(x_Nhd: torch.Tensor, positions_N: torch.Tensor, theta: float) -> torch.Tensor:
-    """Rotary embedding, halves convention (Llama), computed in float32."""
+def rotate(x_Nhd: torch.Tensor, rope_N2d: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding, halves convention (Llama), computed in float32; see rope_table."""
     half = x_Nhd.shape[-1] // 2
-    exponent = torch.arange(half, dtype=torch.float32, device=x_Nhd.device) / half
-    angle_N1d = positions_N.float()[:, None, None] * theta**-exponent
-    cos, sin = angle_N1d.cos(), angle_N1d.sin()
+    cos, sin = rope_N2d[:, None, 0], rope_N2d[:, None, 1]
     a, b = x_Nhd[..., :half].float(), x_Nhd[..., half:].float()
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x_Nhd.dtype)
 
@@ -70,33 +75,10 @@ class TTTAttention:
         out_Nhd, lse_Nh = out_1hNd[0].transpose(0, 1), aux.lse[0].T
         if not self.own:
             return out_Nhd
+        from common.diagonals import merge_diagonals
+
         keys, values = zip(*self.own, strict=True)
-        return merge(q_Nhd, out_Nhd, lse_Nh, list(keys), list(values))
-
-
-@region
-def merge(
-    q_Nhd: torch.Tensor,
-    base_Nhd: torch.Tensor,
-    lse_Nh: torch.Tensor,
-    keys: list[torch.Tensor],
-    values: list[torch.Tensor],
-) -> torch.Tensor:
-    """Add the diagonals to the base block's attention.
-
-    Args:
-        base_Nhd, lse_Nh: its output and the log-sum-exp of its scaled scores.
-        keys, values: the columns' own, [N, g, d] a depth.
-    """
-    times = q_Nhd.shape[1] // keys[0].shape[1]
-    scale = q_Nhd.shape[-1] ** -0.5
-    scores = [(q_Nhd.float() * k.float().repeat_interleave(times, 1)).sum(-1) * scale for k in keys]
-    total_Nh = torch.stack([lse_Nh, *scores]).logsumexp(0)
-    out_Nhd = base_Nhd.float() * (lse_Nh - total_Nh).exp()[..., None]
-    for score_Nh, v in zip(scores, values, strict=True):
-        weight_Nh1 = (score_Nh - total_Nh).exp()[..., None]
-        out_Nhd = out_Nhd + weight_Nh1 * v.float().repeat_interleave(times, 1)
-    return out_Nhd.to(q_Nhd.dtype)
+        return merge_diagonals(q_Nhd, out_Nhd, lse_Nh, list(keys), list(values))
 
 
 # ---------------------------------------------------------------- on a GPU
@@ -107,7 +89,8 @@ def flex() -> Any:
     """flex_attention, compiled; the uncompiled one holds every score in memory."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, fullgraph=True)
+    # rows differ in their columns: sizes are variables from the first one on
+    return torch.compile(flex_attention, fullgraph=True, dynamic=True)
 
 
 def block_mask(row: PackedRow) -> Any:

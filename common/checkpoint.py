@@ -53,11 +53,11 @@ def save_state(
     try:
         ranks.in_turn(make)
         if ranks.first:
-            weights = {n: p.detach() for n, p in trainer.masters.named_parameters()}
+            weights = {n: p.detach() for n, p in trainer.draft.named_parameters()}
             weights |= {f"best/{n}": p for n, p in best.items()}
             write_tensors(partial / WEIGHTS, weights)
         write_tensors(
-            partial / MOMENTS.format(ranks.rank), moments(trainer.masters, trainer.optimizers)
+            partial / MOMENTS.format(ranks.rank), moments(trainer.draft, trainer.optimizers)
         )
     except (OSError, SafetensorError) as e:
         error = e
@@ -123,7 +123,7 @@ def load_state(path: Path, trainer: Trainer) -> tuple[dict[str, Any], dict[str, 
     weights = load_file(path / WEIGHTS)
     prefix = "best/"
     best = {n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)}
-    for name, parameter in trainer.masters.named_parameters():
+    for name, parameter in trainer.draft.named_parameters():
         if name not in weights or weights[name].shape != parameter.shape:
             raise UserError(
                 f"{path}: is the state of another draft ({name} missing or of another shape);"
@@ -131,6 +131,6 @@ def load_state(path: Path, trainer: Trainer) -> tuple[dict[str, Any], dict[str, 
             )
         with torch.no_grad():
             parameter.copy_(weights[name])
-    restore_moments(trainer.masters, trainer.optimizers, parts)
-    trainer.publish()
+    restore_moments(trainer.draft, trainer.optimizers, parts)
+    trainer.products.refresh()
     return found, best if trainer.ranks.first else {}

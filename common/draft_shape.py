@@ -90,6 +90,20 @@ def draft_shape(
     return shape
 
 
+def check_float8(shape: DraftShape) -> None:
+    """UserError where a matrix has sizes that cuBLAS does not multiply in float8."""
+    s = shape
+    sizes = {
+        "hidden_size": s.hidden_size,
+        "intermediate_size": s.intermediate_size,
+        "num_attention_heads * head_dim": s.num_attention_heads * s.head_dim,
+        "num_key_value_heads * head_dim": s.num_key_value_heads * s.head_dim,
+    }
+    for name, size in sizes.items():
+        if size % 16:
+            raise UserError(f"--float8: {name} {size} is no multiple of 16; train without")
+
+
 def parameter_count(shape: DraftShape) -> int:
     """Parameters of the draft, norms left out."""
     s = shape
@@ -100,13 +114,15 @@ def parameter_count(shape: DraftShape) -> int:
     return fc + layer + s.hidden_size * s.draft_vocab_size
 
 
-def flops_of_step(shape: DraftShape, tokens: int, columns: int, losses: list[int]) -> int:
+def flops_of_step(
+    shape: DraftShape, tokens: int, columns: int, losses: list[int], train_lm_head: bool
+) -> int:
     """Floating-point operations of one step, forward and backward, attention scores left out.
 
     Args:
         tokens: of the rows; fc (no gradient to its input) and depth-0 keys and values.
         columns: run at every depth.
-        losses: per depth, the rows of the head (counted as trained).
+        losses: per depth, the rows of the head.
     """
     s = shape
     q, kv = s.num_attention_heads * s.head_dim, s.num_key_value_heads * s.head_dim
@@ -115,4 +131,5 @@ def flops_of_step(shape: DraftShape, tokens: int, columns: int, losses: list[int
     total = tokens * (4 * s.num_aux_layers * s.hidden_size**2 + 6 * keys_values)
     total += 6 * columns * (len(losses) * queries_mlp + (len(losses) - 1) * keys_values)
     head = s.hidden_size * s.draft_vocab_size
-    return total + 6 * sum(losses) * head + 2 * max(losses, default=0) * head
+    head_products = (3 if train_lm_head else 2) * sum(losses) + max(losses, default=0)
+    return total + 2 * head_products * head

@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from common.attention import TTTAttention, rotate
+from common.attention import TTTAttention, rope_table, rotate
 from common.compiled import region
 from common.draft_shape import DraftShape
 from common.packed_row import PackedRow
+from common.products import Products
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -58,8 +59,9 @@ class MLP(nn.Module):
         self.up_proj = nn.Linear(s.hidden_size, s.intermediate_size, bias=False)
         self.down_proj = nn.Linear(s.intermediate_size, s.hidden_size, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+    def forward(self, products: Products, x_NH: torch.Tensor) -> torch.Tensor:
+        gate_up = products.linears(x_NH, self.gate_proj, self.up_proj)
+        return products.linear(swiglu(*gate_up), self.down_proj)
 
 
 @region
@@ -100,14 +102,14 @@ class Eagle3Draft(nn.Module):
         assert isinstance(layer, Layer)
         return layer
 
-    def fuse(self, aux_TAH: torch.Tensor) -> torch.Tensor:
+    def fuse(self, products: Products, aux_TAH: torch.Tensor) -> torch.Tensor:
         """Aux hidden states [T, A*H] → [T, H]."""
         if self.shape.norm_before_fc:
             aux_TAH = self.input_norm(aux_TAH)
         if self.shape.fc_norm:
             parts = aux_TAH.chunk(self.shape.num_aux_layers, -1)
             aux_TAH = torch.cat([n(x) for n, x in zip(self.fc_norm, parts, strict=True)], -1)
-        return self.fc(aux_TAH)
+        return products.linear(aux_TAH, self.fc)
 
 
 @torch.no_grad()
@@ -136,14 +138,15 @@ def layer_input(
     return torch.cat([embedded_NH, normed_NH], -1), normed_NH
 
 
-def ttt_states(draft: Eagle3Draft, embed_VH: torch.Tensor, row: PackedRow) -> list[torch.Tensor]:
+def ttt_states(
+    draft: Eagle3Draft, products: Products, embed_VH: torch.Tensor, row: PackedRow
+) -> list[torch.Tensor]:
     """Run the draft at all depths; return each depth's states of the row's columns, [N, H].
 
-    The states are those before the output norm, in the dtype of the draft's matrices. Depth 0
-    makes keys and values for every token; everything else runs for the columns alone.
+    The states are those before the output norm, in the dtype of the products. Depth 0 makes
+    keys and values for every token; everything else runs for the columns alone.
     """
-    s, layer = draft.shape, draft.layer
-    attn, dtype = layer.self_attn, draft.fc.weight.dtype
+    s, layer, attn = draft.shape, draft.layer, draft.layer.self_attn
     h, g, d = s.num_attention_heads, s.num_key_value_heads, s.head_dim
     columns_N = row.columns_N
     positions_N = row.positions_T[columns_N]
@@ -154,22 +157,27 @@ def ttt_states(draft: Eagle3Draft, embed_VH: torch.Tensor, row: PackedRow) -> li
         x_N2H, normed_NH = layer_input(embed_VH[ids_N], hidden_NH, *norms, s.rms_norm_eps)
         return x_N2H, normed_NH if s.norm_before_residual else hidden_NH
 
-    def keys_values(x_N2H: torch.Tensor, positions_N: torch.Tensor):
-        k_Ngd = rotate(attn.k_proj(x_N2H).view(-1, g, d), positions_N, s.rope_theta)
-        return k_Ngd, attn.v_proj(x_N2H).view(-1, g, d)
+    def keys_values(k_N: torch.Tensor, v_N: torch.Tensor, rope_N2d: torch.Tensor):
+        return rotate(k_N.view(-1, g, d), rope_N2d), v_N.view(-1, g, d)
 
     # Column t takes token t+1; a row's or sample's last column has none and is never needed.
     following_T = row.ids_T.roll(-1)
-    x_T2H, residual_TH = inputs(following_T, draft.fuse(row.aux(dtype)))
-    attention = TTTAttention(row, *keys_values(x_T2H, row.positions_T))
-    x_N2H, residual_NH = x_T2H[columns_N], residual_TH[columns_N]
+    x_T2H, residual_TH = inputs(following_T, draft.fuse(products, row.aux(products.dtype)))
+    rope_T2d = rope_table(row.positions_T, d, s.rope_theta)
+    k_T, v_T = products.linears(x_T2H, attn.k_proj, attn.v_proj)
+    attention = TTTAttention(row, *keys_values(k_T, v_T, rope_T2d))
+    q_N = products.linear(x_T2H[columns_N], attn.q_proj)
+    residual_NH = residual_TH[columns_N]
     states: list[torch.Tensor] = []
     for k in range(len(row.losses)):
+        rope_N2d = rope_table(positions_N + k, d, s.rope_theta)
         if k > 0:
             before_NH = draft.norm(states[-1]) if s.norm_output else states[-1]
             x_N2H, residual_NH = inputs(row.tokens_KN[k], before_NH)
-            attention.add_own(*keys_values(x_N2H, positions_N + k))
-        q_Nhd = rotate(attn.q_proj(x_N2H).view(-1, h, d), positions_N + k, s.rope_theta)
-        hidden_NH = residual_NH + attn.o_proj(attention(q_Nhd).flatten(1))
-        states.append(hidden_NH + layer.mlp(layer.post_attention_layernorm(hidden_NH)))
+            q_N, k_N, v_N = products.linears(x_N2H, attn.q_proj, attn.k_proj, attn.v_proj)
+            attention.add_own(*keys_values(k_N, v_N, rope_N2d))
+        mixed_Nhd = attention(rotate(q_N.view(-1, h, d), rope_N2d))
+        hidden_NH = residual_NH + products.linear(mixed_Nhd.flatten(1), attn.o_proj)
+        normed_NH = layer.post_attention_layernorm(hidden_NH)
+        states.append(hidden_NH + layer.mlp(products, normed_NH))
     return states

@@ -1,8 +1,8 @@
 """KL divergence between the verifier's and the draft's next-token distributions.
 
 Both are over the draft's vocabulary (speculators 0.9, losses/eager.py: kl_div). Gradients
-are made in the forward pass, so that no [n, D] tensor outlives it and none is float32: softmax
-runs in a GPU's registers, or on a few rows at a time in place of the logits.
+are made in the forward pass, so that no [n, D] tensor is float32: softmax runs in a GPU's
+registers, or on a few rows at a time in place of the logits.
 
 Shape suffixes: n losses of one depth, U rows of the teacher, H hidden size, D draft vocabulary.
 """
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from common.compiled import region
+from common.products import Products
 
 # Elements of a chunk on a CPU: what a core's cache holds in float32.
 CHUNK_ELEMENTS = 2**19
@@ -74,43 +75,46 @@ class LinearKL(torch.autograd.Function):
     def forward(
         ctx: Any,
         states_nH: torch.Tensor,
-        head_DH: torch.Tensor,
-        p_UD: torch.Tensor,
-        negentropy_U: torch.Tensor,
+        products: Products,
+        head: torch.Tensor,
+        teacher: TeacherProbs,
         at_n: torch.Tensor,
         real: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        head_DH = products.copy(head)
         logits_nD = states_nH @ head_DH.T
         if logits_nD.is_cuda:
-            cross_n, predicted_n, d_logits_nD = kl_rows(logits_nD, p_UD, at_n)
+            cross_n, predicted_n, d_logits_nD = kl_rows(logits_nD, teacher.p_UD, at_n)
             del logits_nD
         else:
             cross_n, predicted_n = torch.empty(len(at_n)), torch.empty_like(at_n)
             d_logits_nD = logits_nD
             for part in row_chunks(logits_nD):
-                found = kl_rows(logits_nD[part], p_UD, at_n[part])
+                found = kl_rows(logits_nD[part], teacher.p_UD, at_n[part])
                 cross_n[part], predicted_n[part], d_logits_nD[part] = found
-        loss_n = negentropy_U[at_n] + cross_n
+        loss_n = teacher.negentropy_U[at_n] + cross_n
         d_logits_nD[real:] = 0
-        grad_states = d_logits_nD @ head_DH
-        grad_head = d_logits_nD.T @ states_nH if ctx.needs_input_grad[1] else None
-        ctx.save_for_backward(grad_states, grad_head)
+        ctx.products, ctx.head = products, head if head.requires_grad else None
+        kept = (states_nH, d_logits_nD) if head.requires_grad else ()
+        ctx.save_for_backward(d_logits_nD @ head_DH, *kept)
         predicted_n = predicted_n[:real]
         ctx.mark_non_differentiable(predicted_n)
         return loss_n[:real].sum(), predicted_n
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        grad_states, grad_head = ctx.saved_tensors
-        # float32 scalars: they keep the tensors' dtype, and are not rounded to it first
-        if grad_head is not None:
-            grad_head = grad_head * grads[0]
-        return grad_states * grads[0], grad_head, None, None, None, None
+        grad_states, *kept = ctx.saved_tensors
+        # a float32 scalar: it keeps the tensors' dtype, and is not rounded to it first
+        if kept:
+            states_nH, d_logits_nD = kept
+            ctx.products.used(ctx.head, states_nH * grads[0], d_logits_nD)
+        return grad_states * grads[0], None, None, None, None, None
 
 
 def linear_kl(
+    products: Products,
     states_nH: torch.Tensor,
-    head_DH: torch.Tensor,
+    head: torch.Tensor,
     teacher: TeacherProbs,
     at_n: torch.Tensor,
     real: int,
@@ -119,9 +123,9 @@ def linear_kl(
 
     Args:
         states_nH: normed states, in the compute dtype.
-        head_DH: the draft's head in the compute dtype; it gets a gradient where it requires one.
+        head: the draft's, [D, H]; its gradient, if it requires one, is left with the products.
         teacher: the verifier's distributions, made once a step.
         at_n: the teacher's row that each state is to match.
         real: rows after these are filling (see common.packed_row.FILL).
     """
-    return LinearKL.apply(states_nH, head_DH, teacher.p_UD, teacher.negentropy_U, at_n, real)
+    return LinearKL.apply(states_nH, products, head, teacher, at_n, real)

@@ -74,8 +74,9 @@ def check_layers(asked, model, hidden) -> list[int]:
     return held
 
 
-def choose_compute(device: str, dtype: str):
-    """Resolve `auto`: CUDA where there is one; bfloat16 where the processor computes in it."""
+def choose_compute(device: str, dtype: str, float8: bool):
+    """Resolve `auto`: CUDA where there is one; bfloat16 where the processor computes in it.
+    UserError where the device cannot do what is asked."""
     import torch
 
     if device == "auto":
@@ -85,6 +86,12 @@ def choose_compute(device: str, dtype: str):
     if dtype == "auto":
         fast = device == "cuda" or torch.cpu._is_avx512_bf16_supported()
         dtype = "bfloat16" if fast else "float32"
+    if float8 and (device == "cpu" or torch.cuda.get_device_capability() < (8, 9)):
+        raise cli.UserError(
+            "--float8: needs a GPU of compute capability 8.9 or later (Ada, Hopper, Blackwell)"
+        )
+    if float8 and dtype != "bfloat16":
+        raise cli.UserError("--float8: goes with --compute-dtype bfloat16")
     return device, getattr(torch, dtype)
 
 
@@ -103,6 +110,7 @@ def run_settings(args, shape, layers, device, dtype, count, rows_a_step) -> dict
         "clip",
         "heldout_fraction",
         "train_lm_head",
+        "float8",
         "patience",
         "seed",
     ]

@@ -13,6 +13,7 @@ from common.draft_shape import DraftShape
 from common.eagle3 import Eagle3Draft, initialize
 from common.loading import RowReader, rows_ahead
 from common.packed_row import PackedRow
+from common.products import Products
 from common.ranks import ALONE, Ranks
 from common.verifier import Verifier, read_tensors
 
@@ -46,8 +47,7 @@ def build(
 
 
 class Trainer:
-    """A draft in training: float32 `masters` that the optimizers move, and `draft`, what runs:
-    a copy with its matrices in the compute dtype (the masters themselves in float32).
+    """A draft in training, its weights float32, and how it computes.
 
     Args:
         clip: largest norm of a step's gradient.
@@ -55,35 +55,25 @@ class Trainer:
 
     def __init__(
         self,
-        masters: Eagle3Draft,
-        dtype: torch.dtype,
+        draft: Eagle3Draft,
+        products: Products,
         optimizers: list[torch.optim.Optimizer],
         clip: float,
         ranks: Ranks = ALONE,
     ):
-        self.masters, self.optimizers, self.clip, self.ranks = masters, optimizers, clip, ranks
-        self.draft = masters if dtype == torch.float32 else compute_copy(masters, dtype)
-        self._pairs = list(zip(masters.parameters(), self.draft.parameters(), strict=True))
-        self.publish()
+        self.draft, self.products, self.optimizers = draft, products, optimizers
+        self.clip, self.ranks = clip, ranks
+        # what a server computes in
+        self.judged = Products(products.dtype) if products.float8 else products
 
-    @torch.no_grad()
-    def publish(self) -> None:
-        """Copy the masters to the draft that runs."""
-        for master, copy in self._pairs:
-            if copy is not master:
-                copy.copy_(master)
-
-    @torch.no_grad()
-    def collect(self) -> None:
-        """Add the gradients of the draft that ran to the masters'."""
-        for master, copy in self._pairs:
-            if copy is master or copy.grad is None:
-                continue
-            if master.grad is None:
-                master.grad = copy.grad.float()
-            else:
-                master.grad += copy.grad
-            copy.grad = None
+    def backward(
+        self, teacher: ttt_step.Teacher, row: PackedRow, weights: list[float]
+    ) -> torch.Tensor:
+        """Add a row's gradients; returns its sums, see step_loss."""
+        loss, sums = ttt_step.step_loss(self.draft, self.products, teacher, row, weights)
+        loss.backward()
+        self.products.add_gradients()
+        return sums
 
     def step(
         self,
@@ -99,13 +89,10 @@ class Trainer:
             weights: of each depth's summed KL, for the sum over all ranks' rows to be a mean.
             stop: nonzero where this rank was asked to end; see StepSums.stop.
         """
-        sums = torch.zeros(2, len(weights), device=self.masters.fc.weight.device)
+        sums = torch.zeros(2, len(weights), device=self.draft.fc.weight.device)
         for row in rows:
-            loss, one = ttt_step.step_loss(self.draft, teacher, row, weights)
-            loss.backward()
-            self.collect()
-            sums += one
-        trained = [p for p in self.masters.parameters() if p.requires_grad]
+            sums += self.backward(teacher, row, weights)
+        trained = [p for p in self.draft.parameters() if p.requires_grad]
         if self.ranks.world > 1:
             for parameter in trained:
                 if parameter.grad is None:  # no row was left for this rank
@@ -120,20 +107,8 @@ class Trainer:
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        self.publish()
+        self.products.refresh()
         return StepSums.fetch(torch.cat([noted, norm.view(1)]), weights)
-
-
-def compute_copy(masters: Eagle3Draft, dtype: torch.dtype) -> Eagle3Draft:
-    """A draft with the masters' shape whose matrices are in `dtype`; norms stay float32."""
-    with torch.device("meta"):
-        draft = Eagle3Draft(masters.shape)
-    draft.to_empty(device=masters.fc.weight.device)
-    for master, copy in zip(masters.parameters(), draft.parameters(), strict=True):
-        copy.requires_grad_(master.requires_grad)
-        if copy.dim() == 2:
-            copy.data = copy.data.to(dtype)
-    return draft
 
 
 @dataclass
@@ -210,10 +185,12 @@ def measure(
     trainer: Trainer, teacher: ttt_step.Teacher, reader: RowReader, rows: list[list[int]]
 ) -> dict:
     """Held-out accuracy a depth and the acceptance length they imply, over all ranks."""
-    ranks, device = trainer.ranks, trainer.masters.fc.weight.device.type
+    ranks, device = trainer.ranks, trainer.draft.fc.weight.device.type
+    if trainer.judged is not trainer.products:
+        trainer.judged.refresh()
     counts = torch.zeros(reader.depths, 4, dtype=torch.int64)
     for row in rows_ahead(reader, rows[ranks.rank :: ranks.world], device):
-        counts += ttt_step.heldout_counts(trainer.draft, teacher, row)
+        counts += ttt_step.heldout_counts(trainer.draft, trainer.judged, teacher, row)
     counts = ranks.sum(counts.to(device)).cpu()
     found = ttt_step.acceptance(counts)
     return {"heldout_accuracy": found.pop("accuracy"), **found}
@@ -225,11 +202,10 @@ def rehearse(trainer: Trainer, teacher: ttt_step.Teacher, row: PackedRow) -> Non
     Kernels are made for the sizes first seen. A run that goes on begins elsewhere in the plan,
     and would get others, with other last bits, if the first row were not always the same.
     """
-    loss, _ = ttt_step.step_loss(trainer.draft, teacher, row, [1.0] * len(row.tokens_KN))
-    loss.backward()
+    trainer.backward(teacher, row, [1.0] * len(row.tokens_KN))
     for parameter in trainer.draft.parameters():
         parameter.grad = None
-    ttt_step.heldout_counts(trainer.draft, teacher, row)
+    ttt_step.heldout_counts(trainer.draft, trainer.judged, teacher, row)
 
 
 def schedule(step: int, steps: int, warmup: float) -> float:

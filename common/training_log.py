@@ -72,10 +72,11 @@ class StepLog:
         self.spent += seconds
         if self.metrics is not None and self.bar is not None:
             step, tokens = self.steps[number - 1], self.tokens[number - 1]
-            shape: DraftShape = self.trainer.masters.shape
+            shape: DraftShape = self.trainer.draft.shape
             rows = len(step.rows) * self.row_tokens
-            flops = flops_of_step(shape, rows, work.columns, work.losses)
-            device = self.trainer.masters.fc.weight.device.type
+            trained = self.trainer.draft.lm_head.weight.requires_grad
+            flops = flops_of_step(shape, rows, work.columns, work.losses, trained)
+            device = self.trainer.draft.fc.weight.device.type
             use = device_use(device, flops / seconds / self.trainer.ranks.world)
             speed = {"tokens": tokens, "tokens_per_second": round(tokens / seconds, 1), **use}
             self.metrics.note({"step": number, "epoch": step.epoch, **found, "lr": lr, **speed})
@@ -139,8 +140,11 @@ class HeldOut:
     def keep(self) -> None:
         """Remember the weights of now as the best."""
         if self.trainer.ranks.first:
-            named = self.trainer.draft.named_parameters()
-            self.weights = {name: p.detach().clone() for name, p in named}
+            dtype = self.trainer.products.dtype
+            self.weights = {
+                name: p.detach().to(dtype if p.dim() == 2 else p.dtype, copy=True)
+                for name, p in self.trainer.draft.named_parameters()
+            }
 
     def stale(self, epoch: int) -> bool:
         """Whether `patience` is at its end after this epoch."""

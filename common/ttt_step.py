@@ -11,6 +11,7 @@ import torch
 from common.eagle3 import Eagle3Draft, rms_norm_region, ttt_states
 from common.losses import linear_kl, teacher_probs
 from common.packed_row import PackedRow
+from common.products import Products
 
 
 @dataclass(frozen=True)
@@ -34,21 +35,26 @@ class Teacher:
 
 
 def step_loss(
-    draft: Eagle3Draft, teacher: Teacher, row: PackedRow, weights: list[float]
+    draft: Eagle3Draft,
+    products: Products,
+    teacher: Teacher,
+    row: PackedRow,
+    weights: list[float],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (loss, float32 [2, K]: each depth's sum of KL, and its hits).
 
     The loss is sum_k weights[k] * sum over M[k] of KL(verifier || draft). A hit is the draft's
-    argmax being the data's token; one outside the draft's vocabulary is none.
+    argmax being the data's token; one outside the draft's vocabulary is none. The gradients of
+    matrices are there when the backward pass is over and products.add_gradients() has run.
     """
-    states = ttt_states(draft, teacher.embed_VH, row)
+    states = ttt_states(draft, products, teacher.embed_VH, row)
     with torch.no_grad():
         probs = teacher_probs(teacher.normed(row) @ teacher.head_DH.T)
     loss = torch.zeros((), device=row.ids_T.device)
     sums = torch.zeros(2, len(weights), device=row.ids_T.device)
     for k, (one, state_NH) in enumerate(zip(row.losses, states, strict=True)):
-        state_nH = draft.norm(state_NH[one.at_n])
-        total, predicted = linear_kl(state_nH, draft.lm_head.weight, probs, one.teacher_n, one.real)
+        state_nH, head = draft.norm(state_NH[one.at_n]), draft.lm_head.weight
+        total, predicted = linear_kl(products, state_nH, head, probs, one.teacher_n, one.real)
         loss = loss + weights[k] * total
         sums[0, k] = total.detach()
         sums[1, k] = (teacher.target_D[predicted] == one.wanted_n[: one.real]).sum()
@@ -56,7 +62,9 @@ def step_loss(
 
 
 @torch.no_grad()
-def heldout_counts(draft: Eagle3Draft, teacher: Teacher, row: PackedRow) -> torch.Tensor:
+def heldout_counts(
+    draft: Eagle3Draft, products: Products, teacher: Teacher, row: PackedRow
+) -> torch.Tensor:
     """Count the draft's hits on held-out samples against the verifier's own choice.
 
     A hit is the draft's argmax being the argmax of the verifier's whole vocabulary.
@@ -69,11 +77,11 @@ def heldout_counts(draft: Eagle3Draft, teacher: Teacher, row: PackedRow) -> torc
     theirs_U = argmax_ids(teacher.normed(row), teacher.head_VH)
     out = torch.zeros(len(row.tokens_KN), 4, dtype=torch.int64)
     chain_N = torch.ones(len(row.columns_N), dtype=torch.bool, device=device)
-    for k, (one, state_NH) in enumerate(
-        zip(row.losses, ttt_states(draft, teacher.embed_VH, row), strict=True)
-    ):
+    states = ttt_states(draft, products, teacher.embed_VH, row)
+    head_DH = products.copy(draft.lm_head.weight)
+    for k, (one, state_NH) in enumerate(zip(row.losses, states, strict=True)):
         at_n, theirs_n = one.at_n[: one.real], theirs_U[one.teacher_n[: one.real]]
-        ours_n = argmax_ids(draft.norm(state_NH[at_n]), draft.lm_head.weight)
+        ours_n = argmax_ids(draft.norm(state_NH[at_n]), head_DH)
         hit_n = teacher.target_D[ours_n] == theirs_n
         tried = int(chain_N[at_n].sum())
         chain_N[at_n] &= hit_n

@@ -234,11 +234,12 @@ def test_state_on_a_full_disk_leaves_the_older_one(small_disk):
     from common.cli import UserError
     from common.draft_shape import DraftShape
     from common.eagle3 import Eagle3Draft
+    from common.products import Products
     from common.training import Trainer
 
     def trainer(hidden):
         shape = DraftShape(hidden, 8, 2, 2, 4, 1e4, 1e-6, 3, 8, 16)
-        return Trainer(Eagle3Draft(shape), torch.float32, [], 1.0)
+        return Trainer(Eagle3Draft(shape), Products(torch.float32), [], 1.0)
 
     save_state(small_disk / "state", 1, trainer(8), {}, {}, 1)
     with pytest.raises(UserError, match=r"cannot write the state of step 2 .*free space"):

@@ -8,9 +8,11 @@ from common.draft_shape import DraftShape
 from common.eagle3 import Eagle3Draft, initialize
 from common.losses import linear_kl, teacher_probs
 from common.packed_row import make_row
+from common.products import Products
 from common.ttt_step import Teacher, acceptance, heldout_counts, step_loss
 
 H, V, D, DEPTHS = 64, 96, 40, 3
+PLAIN = Products(torch.float32)
 
 
 def shape(**more):
@@ -93,10 +95,11 @@ def counts(row):
     return [one.real for one in row.losses]
 
 
-def mean_loss(draft, t, row, decay=1.0):
+def mean_loss(draft, t, row, decay=1.0, products=None):
     """(loss whose depths are means, sums [2, K])"""
     weights = [decay**k / n for k, n in enumerate(counts(row))]
-    return step_loss(draft, t, row, weights + [0.0] * (DEPTHS - len(weights)))
+    weights += [0.0] * (DEPTHS - len(weights))
+    return step_loss(draft, products or PLAIN, t, row, weights)
 
 
 # user turns of 1 to 3 tokens between answers, and a sample without a deep position
@@ -132,6 +135,7 @@ def test_loss_and_gradients_equal_speculators(flags, decay):
     row = pack([one], "next")
     ours, _ = mean_loss(draft, t, row, decay)
     ours.backward()
+    PLAIN.add_gradients()
 
     verifier = Verifier("none", {}, {}, 4, H, V, 1e-6, 4096, ())
     theirs = Eagle3DraftModel(speculators_config(s, verifier, [0, 1, 2], DEPTHS))
@@ -189,6 +193,7 @@ def test_only_needed_columns_gives_the_plain_result(rule, monkeypatch):
         row = pack(MULTI_TURN, rule)
         loss, sums = mean_loss(draft, t, row)
         loss.backward()
+        PLAIN.add_gradients()
         results.append((counts(row), loss.detach(), sums, [p.grad for p in draft.parameters()]))
         assert every == (len(row.columns_N.unique()) == len(row.ids_T))
     (counts_a, loss_a, sums_a, ga), (counts_b, loss_b, sums_b, gb) = results
@@ -216,7 +221,7 @@ def test_heldout_chain_needs_every_shallower_depth():
     """Chain hits are counted per column, and rates follow from them."""
     t = teacher()
     row = pack(MULTI_TURN)
-    found = heldout_counts(fresh(shape(), t), t, row)
+    found = heldout_counts(fresh(shape(), t), PLAIN, t, row)
     assert found[:, 0].tolist() == counts(row)
     assert (found[:, 3] <= found[:, 1]).all()
     assert (found[:, 3] <= found[:, 2]).all()
@@ -230,11 +235,12 @@ def test_heldout_chain_needs_every_shallower_depth():
 def test_linear_kl_is_kl_with_its_gradient():
     g = torch.Generator().manual_seed(0)
     states = torch.randn(37, H, generator=g, requires_grad=True)
-    head = torch.randn(D, H, generator=g, requires_grad=True)
+    head = torch.nn.Parameter(torch.randn(D, H, generator=g))
     logits = torch.randn(20, D, generator=g) * 3
     at = torch.randint(0, 20, (37,), generator=g)
-    total, predicted = linear_kl(states, head, teacher_probs(logits.clone()), at, 37)
+    total, predicted = linear_kl(PLAIN, states, head, teacher_probs(logits.clone()), at, 37)
     (total * 0.3).backward()
+    PLAIN.add_gradients()
     s2, h2 = states.detach().double().requires_grad_(), head.detach().double().requires_grad_()
     log_q = (s2 @ h2.T).log_softmax(-1)
     log_p = logits.double().log_softmax(-1)[at]

@@ -5,6 +5,7 @@ import torch
 
 from common.attention import TTTAttention, attend_by_sample
 from common.losses import linear_kl, teacher_probs
+from common.products import Products
 from common.training import Trainer
 from common.ttt_step import heldout_counts, step_loss
 from tests.test_eagle3 import DEPTHS, MULTI_TURN, counts, fresh, pack, sample, shape, teacher
@@ -12,13 +13,16 @@ from tests.test_eagle3 import DEPTHS, MULTI_TURN, counts, fresh, pack, sample, s
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 
-def on_gpu(t):
+def on_gpu(t, dtype=torch.float32):
+    """A teacher on the GPU, its matrices in the compute dtype."""
     moved = {k: v.cuda() for k, v in vars(t).items() if isinstance(v, torch.Tensor)}
+    moved |= {k: v.to(dtype) for k, v in moved.items() if v.dim() == 2}
     return type(t)(**(vars(t) | moved))
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a.cpu().double() - b.cpu().double()).norm() / b.cpu().double().norm())
+    a, b = a.detach().cpu().double(), b.detach().cpu().double()
+    return float((a - b).norm() / b.norm())
 
 
 @pytest.mark.parametrize("kv_heads", [8, 2])
@@ -43,7 +47,7 @@ def test_flex_attention_with_diagonals_is_the_plain_form(kv_heads):
         for tensors, out, w in ((plain, want, weight), (there, found, weight.cuda())):
             for x in tensors.values():
                 x.grad = None
-            (out * w).sum().backward(retain_graph=True)
+            (out * w).sum().backward()
         for name, x in plain.items():
             other = there[name].grad
             if x.grad is not None and other is not None and float(x.grad.norm()) > 0:
@@ -58,8 +62,11 @@ def test_the_step_is_that_of_the_cpu(rule):
         draft = fresh(shape(), t).to(device)
         row = pack(MULTI_TURN, rule).to(device)
         weights = [1 / n for n in counts(row)]
-        loss, sums = step_loss(draft, on_gpu(t) if device == "cuda" else t, row, weights)
+        products = Products(torch.float32)
+        there = on_gpu(t) if device == "cuda" else t
+        loss, sums = step_loss(draft, products, there, row, weights)
         loss.backward()
+        products.add_gradients()
         results.append((loss, sums, [p.grad for p in draft.parameters()]))
     (loss_a, sums_a, ga), (loss_b, sums_b, gb) = results
     assert relative(loss_b.detach(), loss_a.detach()) < 1e-3
@@ -74,17 +81,19 @@ def test_kl_in_one_kernel_is_the_chunked_one():
     logits, at = torch.randn(200, 1000, generator=g) * 3, torch.randint(0, 200, (300,), generator=g)
     found = []
     for device in ("cpu", "cuda"):
-        s, h = (x.to(device).requires_grad_() for x in (states, head))
-        total, predicted = linear_kl(s, h, teacher_probs(logits.to(device)), at.to(device), 290)
+        s, h = states.to(device, copy=True).requires_grad_(), torch.nn.Parameter(head.to(device))
+        products, teacher = Products(torch.float32), teacher_probs(logits.to(device, copy=True))
+        total, predicted = linear_kl(products, s, h, teacher, at.to(device), 290)
         total.backward()
+        products.add_gradients()
         found.append((total.detach(), s.grad, h.grad, predicted))
     for a, b in zip(*found, strict=True):
         assert relative(b.float(), a.float()) < 2e-3
 
 
 def test_rows_of_other_lengths_compile_nothing():
-    t = on_gpu(teacher())
-    trainer = Trainer(fresh(shape(), t).cuda(), torch.bfloat16, [], 1.0)
+    t = on_gpu(teacher(), torch.bfloat16)
+    trainer = Trainer(fresh(shape(), teacher()).cuda(), Products(torch.bfloat16), [], 1.0)
     lengths = [(40, 300), (100, 90), (7, 500), (30, 200), (90, 700)]
     compiled = []
     for seed, turn in enumerate(lengths):
@@ -98,5 +107,48 @@ def test_rows_of_other_lengths_compile_nothing():
 def test_heldout_counts_are_those_of_the_cpu():
     t = teacher()
     draft = fresh(shape(), t)
-    want = heldout_counts(draft, t, pack(MULTI_TURN))
-    assert torch.equal(heldout_counts(draft.cuda(), on_gpu(t), pack(MULTI_TURN).to("cuda")), want)
+    want = heldout_counts(draft, Products(torch.float32), t, pack(MULTI_TURN))
+    row = pack(MULTI_TURN).to("cuda")
+    found = heldout_counts(draft.cuda(), Products(torch.float32), on_gpu(t), row)
+    assert torch.equal(found, want)
+
+
+def test_float8_cast_in_both_layouts():
+    from common.float8 import GRADIENTS, VALUES, cast, scales
+
+    x = torch.randn(200, 176, device="cuda", dtype=torch.bfloat16) ** 3
+    for dtype in (VALUES, GRADIENTS):
+        scale, inverse = scales([x, x * 2], dtype)
+        assert float(inverse) == pytest.approx(2 * float(x.abs().max()) / torch.finfo(dtype).max)
+        rows, columns = torch.empty_like(x, dtype=dtype), torch.empty_like(x.T, dtype=dtype)
+        cast(x, scale, rows)
+        cast(x, scale, columns.T)
+        assert torch.equal(rows.float(), (x.float() * scale).to(dtype).float())
+        assert torch.equal(columns.T.float(), rows.float())
+
+
+def test_float8_step_is_near_that_of_bfloat16():
+    t = on_gpu(teacher(), torch.bfloat16)
+    row = pack([*MULTI_TURN, sample(4, [(70, 160), (3, 20)])]).to("cuda")
+    results = []
+    for float8 in (False, True):
+        trainer = Trainer(
+            fresh(shape(), teacher()).cuda(), Products(t.head_DH.dtype, float8), [], 1
+        )
+        sums = trainer.backward(t, row, [1 / n for n in counts(row)])
+        results.append((sums[0], dict(trainer.draft.named_parameters())))
+    (sums_a, ga), (sums_b, gb) = results
+    assert relative(sums_b, sums_a) < 0.02
+    for name, parameter in ga.items():
+        a, b = parameter.grad, gb[name].grad
+        assert a is not None
+        assert b is not None
+        assert 0 < relative(b, a) < 0.2, name
+
+
+def test_a_gradient_that_is_not_finite_stays_so_in_float8():
+    from common.float8 import outer8
+
+    x, dy = (torch.randn(128, 32, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    dy[3, 4] = float("nan")
+    assert not torch.isfinite(outer8([dy], [x])).any()

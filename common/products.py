@@ -1,0 +1,125 @@
+"""The draft's matrix products in a training step, in the compute dtype or in float8.
+
+The weights are float32, as the optimizer moves them; products run on copies made once a step.
+The gradient of a matrix waits until a row's backward pass is over and is then one product over
+all its TTT steps, summed in float32, instead of one a step added up in the compute dtype.
+
+Shape suffixes: N rows, I input size, O output size.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from common.float8 import Float8Weights
+
+
+class Products:
+    """Products with a draft's matrices.
+
+    Args:
+        dtype: of activations, and of the copies; float32 uses the weights themselves.
+        float8: multiply by linears in float8 (see common.float8), on a GPU. The head's products
+            (see common.losses) stay in `dtype`.
+    """
+
+    def __init__(self, dtype: torch.dtype, float8: bool = False):
+        self.dtype, self.float8 = dtype, float8
+        self._copies: dict[torch.Tensor, torch.Tensor] = {}
+        self._float8: dict[tuple[torch.Tensor, ...], Float8Weights] = {}
+        self._uses: dict[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Make the copies anew: the weights have changed."""
+        for weight, copy in self._copies.items():
+            copy.copy_(weight)
+        for weights in self._float8.values():
+            weights.refresh()
+
+    def copy(self, weight: torch.Tensor) -> torch.Tensor:
+        """The weight in the compute dtype, without a gradient."""
+        if weight.dtype == self.dtype:
+            return weight.detach()
+        if weight not in self._copies:
+            self._copies[weight] = weight.detach().to(self.dtype)
+        return self._copies[weight]
+
+    def copies8(self, weights: tuple[torch.Tensor, ...]) -> "Float8Weights":
+        """The float8 copies of matrices that share an input."""
+        from common.float8 import Float8Weights
+
+        if weights not in self._float8:
+            self._float8[weights] = Float8Weights(weights)
+        return self._float8[weights]
+
+    def linear(self, x_NI: torch.Tensor, layer: nn.Linear) -> torch.Tensor:
+        """x @ W.T, [N, O]."""
+        return Product.apply(self, x_NI, layer.weight)[0]
+
+    def linears(self, x_NI: torch.Tensor, *layers: nn.Linear) -> tuple[torch.Tensor, ...]:
+        """The products of one input with several matrices, [N, O] each."""
+        return Product.apply(self, x_NI, *(layer.weight for layer in layers))
+
+    def used(self, weight: torch.Tensor, x_NI: torch.Tensor, dy_NO: torch.Tensor) -> None:
+        """Note a product whose part of the weight's gradient is dy.T @ x."""
+        self._uses.setdefault(weight, []).append((x_NI, dy_NO))
+
+    @torch.no_grad()
+    def add_gradients(self) -> None:
+        """Add what the backward passes since the last call have left to the weights' gradients."""
+        while self._uses:
+            weight, uses = self._uses.popitem()
+            xs, dys = (list(x) for x in zip(*uses, strict=True))
+            gradient_OI = self._outer(weight, dys, xs)
+            if weight.grad is None:
+                weight.grad = gradient_OI
+            else:
+                weight.grad += gradient_OI
+
+    def _outer(
+        self, weight: torch.Tensor, dys: list[torch.Tensor], xs: list[torch.Tensor]
+    ) -> torch.Tensor:
+        if any(weight in weights for weights in self._float8):
+            from common.float8 import outer8
+
+            return outer8(dys, xs)
+        return outer(dys, xs)
+
+
+def outer(dys: list[torch.Tensor], xs: list[torch.Tensor]) -> torch.Tensor:
+    """Sum of dy.T @ x, float32 [O, I]."""
+    dy_NO, x_NI = (x[0] if len(x) == 1 else torch.cat(x) for x in (dys, xs))
+    if x_NI.is_cuda and x_NI.dtype != torch.float32:
+        return torch.mm(dy_NO.T, x_NI, out_dtype=torch.float32)
+    return (dy_NO.T @ x_NI).float()
+
+
+class Product(torch.autograd.Function):
+    """See Products.linears."""
+
+    @staticmethod
+    def forward(ctx: Any, products: Products, x_NI: torch.Tensor, *weights: torch.Tensor) -> Any:
+        ctx.products, ctx.weights = products, weights
+        ctx.save_for_backward(x_NI)
+        if products.float8:
+            return tuple(products.copies8(weights).products(x_NI))
+        return tuple(x_NI @ products.copy(weight).T for weight in weights)
+
+    @staticmethod
+    def backward(ctx: Any, *dys: torch.Tensor) -> Any:
+        products, weights = ctx.products, ctx.weights
+        (x_NI,) = ctx.saved_tensors
+        dys = tuple(dy.contiguous() for dy in dys)
+        for weight, dy_NO in zip(weights, dys, strict=True):
+            products.used(weight, x_NI, dy_NO)
+        dx_NI = None
+        if ctx.needs_input_grad[1] and products.float8:
+            dx_NI = products.copies8(weights).input_gradient(list(dys))
+        elif ctx.needs_input_grad[1]:
+            dx_NI = dys[0] @ products.copy(weights[0])
+            for weight, dy_NO in zip(weights[1:], dys[1:], strict=True):
+                dx_NI.addmm_(dy_NO, products.copy(weight))
+        return None, dx_NI, *[None] * len(weights)

@@ -1,0 +1,59 @@
+"""The kernels of TTT attention's diagonals, by triton's interpreter where there is no GPU."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_kernels_are_the_plain_form():
+    """In a process of its own: triton decides as it is imported whether to interpret."""
+    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(Path(__file__).resolve())]
+    result = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert result.stdout.split() == ["same", "same"]
+
+
+def plain(q, base, lse, k0, v0, k1, v1):
+    """The softmax over the base block and two diagonals, written out."""
+    times, scale = q.shape[1] // k0.shape[1], q.shape[2] ** -0.5
+    scores = [(q * k.repeat_interleave(times, 1)).sum(-1) * scale for k in (k0, k1)]
+    total = torch.stack([lse, *scores]).logsumexp(0)
+    out = base * (lse - total).exp()[..., None]
+    for score, v in zip(scores, (v0, v1), strict=True):
+        out = out + (score - total).exp()[..., None] * v.repeat_interleave(times, 1)
+    return out
+
+
+def check(h: int, g: int, d: int) -> None:
+    """Output and all gradients; 11 columns do not fill the last program."""
+    from common.diagonals import merge_diagonals
+
+    torch.manual_seed(0)
+    N = 11
+    x = {"q": torch.randn(N, h, d), "base": torch.randn(N, h, d), "lse": torch.randn(N, h)}
+    x |= {name: torch.randn(N, g, d) for name in ("k0", "v0", "k1", "v1")}
+    exact = {name: v.double().requires_grad_() for name, v in x.items()}
+    ours = {name: v.clone().requires_grad_() for name, v in x.items()}
+    want = plain(**exact)
+    keys, values = [ours["k0"], ours["k1"]], [ours["v0"], ours["v1"]]
+    found = merge_diagonals(ours["q"], ours["base"], ours["lse"], keys, values)
+    weight = torch.randn_like(found)
+    (want * weight.double()).sum().backward()
+    (found * weight).sum().backward()
+    torch.testing.assert_close(found.double(), want, rtol=1e-5, atol=1e-5)
+    for name, v in exact.items():
+        gradient = ours[name].grad
+        assert gradient is not None
+        torch.testing.assert_close(gradient.double(), v.grad, rtol=1e-5, atol=1e-5)
+    print("same")
+
+
+if __name__ == "__main__":
+    check(8, 8, 64)
+    check(6, 2, 20)  # shared key/value heads; sizes that are no powers of two
