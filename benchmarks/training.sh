@@ -3,7 +3,7 @@
 # run: the step (frozen and trained head, 3 and 7 depths), then the whole stage from files to
 # checkpoint over 10 epochs of 1000 samples (503,619 tokens, 72 % with loss). Prints JSON lines.
 # Usage: [PARTS="step whole"] benchmarks/training.sh FAST_DIR DISK_DIR
-# FAST_DIR is a RAM disk of 70 GB. PARTS: step, depths7, whole, peer-whole.
+# FAST_DIR is a RAM disk of 70 GB. PARTS: step, depths7, whole, whole-float8, peer-whole.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 FAST=$1 DISK=$2 PY=${PY:-python3}
@@ -24,25 +24,30 @@ files() { # a random verifier of eight layers, data, map and hidden states, by 0
         --prepared-data "$FAST/data" --output-dir "$FAST/hidden" --gpu-memory-utilization 0.85
 }
 mkdir -p "$FAST" "$DISK"
-for part in ${PARTS:-step depths7 whole peer-whole}; do
+for part in ${PARTS:-step depths7 whole whole-float8 peer-whole}; do
     case $part in
     step)
         "$PY" benchmarks/peer_training.py
         "$PY" benchmarks/train_step.py --no-train-lm-head --rule next --profile
         "$PY" benchmarks/train_step.py --rule next
+        "$PY" benchmarks/train_step.py --no-train-lm-head --rule next --float8 --profile
+        "$PY" benchmarks/train_step.py --rule next --float8
         ;;
     depths7)
         "$PY" benchmarks/peer_training.py --ttt-steps 7 --tokens 4096
         "$PY" benchmarks/train_step.py --ttt-steps 7 --tokens 4096 --no-train-lm-head --rule next
         "$PY" benchmarks/train_step.py --ttt-steps 7 --tokens 4096 --rule next
+        "$PY" benchmarks/train_step.py --ttt-steps 7 --tokens 4096 --rule next --float8
         ;;
-    whole)
+    whole | whole-float8)
         files
-        timed train "$PY" 04_train.py --model-path "$MODEL" --layers 2 4 5 7 \
+        [ $part = whole ] && more=() || more=(--float8)
+        timed "$part" "$PY" 04_train.py --model-path "$MODEL" --layers 2 4 5 7 \
             --prepared-data "$FAST/data" --vocab-map "$FAST/map" --hidden-states "$FAST/hidden" \
-            --output-dir "$DISK/draft" --epochs 10 --lr 1e-4 --heldout-fraction 0 \
+            --output-dir "$DISK/$part" "${more[@]}" --epochs 10 --lr 1e-4 --heldout-fraction 0 \
             --save-every 100000 --draft "{$SHAPE, \"rope_theta\": 1e6, \"rms_norm_eps\": 1e-6}"
-        tail -1 "$DISK/train.log"
+        tail -1 "$DISK/$part.log"
+        rm -r "$DISK/$part"
         ;;
     peer-whole)
         files

@@ -64,10 +64,13 @@ class TTTAttention:
             return attend_by_sample(q_Nhd, self.k_Tgd, self.v_Tgd, self.own, self.row)
         from torch.nn.attention.flex_attention import AuxRequest
 
+        q_1hNd, k_1gTd, v_1gTd = (x.transpose(0, 1)[None] for x in (q_Nhd, self.k_Tgd, self.v_Tgd))
+        for tensor, sizes in (q_1hNd, [0, 1, 3]), (k_1gTd, [0, 1, 2, 3]), (v_1gTd, [0, 1, 2, 3]):
+            torch._dynamo.mark_static(tensor, sizes)
         out_1hNd, aux = flex()(
-            q_Nhd.transpose(0, 1)[None],
-            self.k_Tgd.transpose(0, 1)[None],
-            self.v_Tgd.transpose(0, 1)[None],
+            q_1hNd,
+            k_1gTd,
+            v_1gTd,
             block_mask=self.mask,
             enable_gqa=q_Nhd.shape[1] != self.k_Tgd.shape[1],
             return_aux=AuxRequest(lse=True),
@@ -89,7 +92,7 @@ def flex() -> Any:
     """flex_attention, compiled; the uncompiled one holds every score in memory."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    # rows differ in their columns: sizes are variables from the first one on
+    # Rows differ in their columns: a variable from the first one on; see mark_static above.
     return torch.compile(flex_attention, fullgraph=True, dynamic=True)
 
 

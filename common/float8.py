@@ -8,6 +8,7 @@ the dimension that is summed over, so what a gradient needs is cast into the oth
 Shape suffixes: N rows, I input size, O output size.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -62,28 +63,33 @@ class Float8Weights:
         return scaled_mm(dy8_NO, self.rows_IO.T, inverse, self.inverse, dys[0].dtype)
 
 
-def outer8(dys: list[torch.Tensor], xs: list[torch.Tensor]) -> torch.Tensor:
-    """Sum of dy.T @ x, float32 [O, I]."""
-    operands = []
-    for parts, dtype in ((dys, GRADIENTS), (xs, VALUES)):
-        scale, inverse = scales(parts, dtype)
-        sizes = [len(x) for x in parts]
-        shape = parts[0].shape[1], sum(sizes)
-        rows8 = torch.empty(shape, dtype=dtype, device=parts[0].device)
-        for part, place in zip(parts, rows8.split(sizes, 1), strict=True):
-            cast(part, scale, place.T)
-        operands.append((rows8, inverse))
-    (dy_ON, dy_inverse), (x_IN, x_inverse) = operands
-    return scaled_mm(dy_ON, x_IN.T, dy_inverse, x_inverse, torch.float32)
+def outers8(dys: list[list[torch.Tensor]], xs: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """For each of `dys`: the sum of dy.T @ x over the list, float32 [O, I]."""
+    x_IN, x_inverse = transposed(xs, VALUES)
+    for dy in dys:
+        dy_ON, dy_inverse = transposed(dy, GRADIENTS)
+        yield scaled_mm(dy_ON, x_IN.T, dy_inverse, x_inverse, torch.float32)
+
+
+def transposed(parts: list[torch.Tensor], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """([N, C] each → float8 [C, all N], its inverse scale)."""
+    scale, inverse = scales(parts, dtype)
+    sizes = [len(x) for x in parts]
+    out = torch.empty(parts[0].shape[1], sum(sizes), dtype=dtype, device=parts[0].device)
+    for part, place in zip(parts, out.split(sizes, 1), strict=True):
+        cast(part, scale, place.T)
+    return out, inverse
 
 
 def scaled_mm(
     a: torch.Tensor, b: torch.Tensor, a_inverse: Any, b_inverse: Any, dtype: torch.dtype
 ) -> torch.Tensor:
-    """(a * a_inverse) @ (b * b_inverse); a in rows, b in columns."""
-    return torch._scaled_mm(
-        a, b, scale_a=a_inverse, scale_b=b_inverse, out_dtype=dtype, use_fast_accum=True
-    )
+    """(a * a_inverse) @ (b * b_inverse); a in rows, b in columns.
+
+    Not with "fast accumulation", whose sums keep 14 bits: on an H200 it is 1 to 9 % faster and
+    its result, 25 times further from the exact sum of the float8 values.
+    """
+    return torch._scaled_mm(a, b, scale_a=a_inverse, scale_b=b_inverse, out_dtype=dtype)
 
 
 def scales(tensors: list[torch.Tensor], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

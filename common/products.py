@@ -7,6 +7,7 @@ all its TTT steps, summed in float32, instead of one a step added up in the comp
 Shape suffixes: N rows, I input size, O output size.
 """
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +30,7 @@ class Products:
         self.dtype, self.float8 = dtype, float8
         self._copies: dict[torch.Tensor, torch.Tensor] = {}
         self._float8: dict[tuple[torch.Tensor, ...], Float8Weights] = {}
+        self._in_float8: set[torch.Tensor] = set()
         self._uses: dict[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
     @torch.no_grad()
@@ -53,6 +55,7 @@ class Products:
 
         if weights not in self._float8:
             self._float8[weights] = Float8Weights(weights)
+            self._in_float8.update(weights)
         return self._float8[weights]
 
     def linear(self, x_NI: torch.Tensor, layer: nn.Linear) -> torch.Tensor:
@@ -70,31 +73,42 @@ class Products:
     @torch.no_grad()
     def add_gradients(self) -> None:
         """Add what the backward passes since the last call have left to the weights' gradients."""
-        while self._uses:
-            weight, uses = self._uses.popitem()
-            xs, dys = (list(x) for x in zip(*uses, strict=True))
-            gradient_OI = self._outer(weight, dys, xs)
-            if weight.grad is None:
-                weight.grad = gradient_OI
-            else:
-                weight.grad += gradient_OI
+        # matrices that had the same inputs share them
+        groups: dict[tuple[int, ...], list[torch.Tensor]] = {}
+        for weight, uses in self._uses.items():
+            groups.setdefault(tuple(id(x) for x, _ in uses), []).append(weight)
+        for weights in groups.values():
+            xs = [x for x, _ in self._uses[weights[0]]]
+            dys = [[dy for _, dy in self._uses.pop(weight)] for weight in weights]
+            for weight, gradient_OI in zip(weights, self._outers(weights[0], dys, xs), strict=True):
+                if weight.grad is None:
+                    weight.grad = gradient_OI
+                else:
+                    weight.grad += gradient_OI
 
-    def _outer(
-        self, weight: torch.Tensor, dys: list[torch.Tensor], xs: list[torch.Tensor]
-    ) -> torch.Tensor:
-        if any(weight in weights for weights in self._float8):
-            from common.float8 import outer8
+    def _outers(
+        self, weight: torch.Tensor, dys: list[list[torch.Tensor]], xs: list[torch.Tensor]
+    ) -> Iterator[torch.Tensor]:
+        if weight in self._in_float8:
+            from common.float8 import outers8
 
-            return outer8(dys, xs)
-        return outer(dys, xs)
+            return outers8(dys, xs)
+        return outers(dys, xs)
 
 
-def outer(dys: list[torch.Tensor], xs: list[torch.Tensor]) -> torch.Tensor:
-    """Sum of dy.T @ x, float32 [O, I]."""
-    dy_NO, x_NI = (x[0] if len(x) == 1 else torch.cat(x) for x in (dys, xs))
-    if x_NI.is_cuda and x_NI.dtype != torch.float32:
-        return torch.mm(dy_NO.T, x_NI, out_dtype=torch.float32)
-    return (dy_NO.T @ x_NI).float()
+def outers(dys: list[list[torch.Tensor]], xs: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """For each of `dys`: the sum of dy.T @ x over the list, float32 [O, I]."""
+    x_NI = joined(xs)
+    for dy in dys:
+        dy_ON = joined(dy).T
+        if x_NI.is_cuda and x_NI.dtype != torch.float32:
+            yield torch.mm(dy_ON, x_NI, out_dtype=torch.float32)
+        else:
+            yield (dy_ON @ x_NI).float()
+
+
+def joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class Product(torch.autograd.Function):
