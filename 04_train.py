@@ -311,6 +311,7 @@ def train_draft(args, job: Job, device, dtype, ranks) -> tuple[dict | None, int,
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
     # ---------------------------------------------------------------- load
+    began = time.monotonic()
     teacher, draft = training.build(job.model, job.shape, job.maps[0], device, dtype, args.seed)
     draft.lm_head.weight.requires_grad_(args.train_lm_head)
     newest = checkpoint.latest_state(out / "state")
@@ -339,8 +340,12 @@ def train_draft(args, job: Job, device, dtype, ranks) -> tuple[dict | None, int,
         say(ranks, f"train: continuing after step {begun} of {len(steps)}")
     tokens = list(map(job.step_tokens, steps))
     log = StepLog(out, steps, tokens, begun, spent, trainer, reader.tokens, args.tensorboard)
+    loaded = time.monotonic() - began
     if device == "cuda":
         training.rehearse(trainer, teacher, reader.read(steps[0].rows[0]).to(device))
+        torch.cuda.synchronize()
+    ready = f"kernels ready after {progress.duration(time.monotonic() - began)}"
+    say(ranks, f"train: loaded in {progress.duration(loaded)}, {ready}")
     mine = [row for step in steps[begun:] for row in step.rows[ranks.rank :: ranks.world]]
     rows = loading.rows_ahead(reader, mine, device)
     stopper = progress.Stopper()
@@ -370,17 +375,17 @@ def train_draft(args, job: Job, device, dtype, ranks) -> tuple[dict | None, int,
         lr = args.lr * training.schedule(number - 1, len(steps), args.warmup)
         my_rows = itertools.islice(rows, len(step.rows[ranks.rank :: ranks.world]))
         stop = log.add(number, trainer.step(teacher, my_rows, weights, lr, stopper.code), work, lr)
-        due = number % args.save_every == 0 or number == len(steps)
+        due = number % args.save_every == 0  # after the last step, the draft itself follows
         if not (stop or due or end_of_epoch(number)):
             continue
         stop = log.settle() or stop
         if end_of_epoch(number) and (not stop or number == len(steps)):
             ended = judge_epoch(number)
-        if stop or due or ended:
+        if (stop or due) and number < len(steps) and not ended:
             counters = {"seconds": round(log.spent, 2), **held.counters()}
             best = held.weights if held.best and held.best["step"] < number else {}
             checkpoint.save_state(out / "state", number, trainer, counters, best, args.keep_states)
-        if stop and number < len(steps):
+        if stop and number < len(steps) and not ended:
             raise cli.Interrupted(
                 stopper.code or 143, f"state after step {number} saved; run again to continue"
             )

@@ -104,19 +104,21 @@ def main() -> None:
     trainer = Trainer(draft, Products(dtype, a.float8), optimizers, 1.0)
     rows = [random_row(a, n, dtype)[0].to(a.device) for n in range(3)]
 
-    def step(n: int) -> float:
-        """Seconds of a step; its sums were read, so the device has finished."""
+    def step(n: int) -> tuple[float, float]:
+        """Seconds of a step (its sums were read, so the device has finished), and of its launch."""
         began = time.perf_counter()
         row = rows[n % len(rows)]
         counts = [one.real for one in row.losses]
-        trainer.step(teacher, [row], [1 / c for c in counts], 1e-4).metrics(n, counts)
-        return time.perf_counter() - began
+        sums = trainer.step(teacher, [row], [1 / c for c in counts], 1e-4)
+        launched = time.perf_counter() - began
+        sums.metrics(n, counts)
+        return time.perf_counter() - began, launched
 
     began = time.perf_counter()
     for n in range(WARM_UP):
         step(n)
     warm_up = time.perf_counter() - began
-    times = [step(n) for n in range(a.steps)]
+    times, launches = zip(*[step(n) for n in range(a.steps)], strict=True)
     row = rows[(a.steps - 1) % len(rows)]
     losses = [one.real for one in row.losses]
     flops = flops_of_step(shape, a.tokens, len(row.columns_N), losses, a.train_lm_head)
@@ -132,6 +134,7 @@ def main() -> None:
         "columns": len(row.columns_N),
         "warm_up_s": round(warm_up, 1),
         "step_s": round(median, 4),
+        "launch_s": round(sorted(launches)[len(launches) // 2], 4),
         "tok_s": round(a.tokens / median),
         "tflops": round(flops / median / 1e12, 1),
         "torch": torch.__version__,
@@ -144,7 +147,8 @@ def main() -> None:
 
 
 def profile(step) -> None:
-    """Print the milliseconds of kernels in a step, by group, and the longest kernels."""
+    """Print the milliseconds of kernels in a step, by group, when none ran, and the longest."""
+    from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity
 
     count = 3
@@ -158,6 +162,12 @@ def profile(step) -> None:
         group = next((g for g, parts in GROUPS.items() if any(x in name for x in parts)), "others")
         groups[group] += ms
         kernels[event.key[:90]] += ms
+    ranges = [e.time_range for e in seen.events() if e.device_type == DeviceType.CUDA]
+    busy, end = 0.0, 0.0
+    for one in sorted(ranges, key=lambda x: x.start):
+        busy += max(0.0, one.end - max(one.start, end))
+        end = max(end, one.end)
+    groups["none"] = (end - min(x.start for x in ranges) - busy) / 1000 / count
     print(json.dumps({k: round(v, 2) for k, v in sorted(groups.items(), key=lambda x: -x[1])}))
     for name, ms in sorted(kernels.items(), key=lambda x: -x[1])[:40]:
         print(f"{ms:8.2f} ms  {name}")

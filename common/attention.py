@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from common.compiled import region
-from common.packed_row import PackedRow
+from common.packed_row import FILL, PackedRow
 
 
 def rope_table(positions_N: torch.Tensor, d: int, theta: float) -> torch.Tensor:
@@ -97,8 +97,8 @@ def flex() -> Any:
 
 
 def block_mask(row: PackedRow) -> Any:
-    """Which blocks of (column, token) are seen: tokens up to the column, of its sample."""
-    from torch.nn.attention.flex_attention import create_block_mask
+    """Flex attention's mask: tokens up to the column, of its sample."""
+    from torch.nn.attention.flex_attention import BlockMask
 
     columns_N, sample_T = row.columns_N, row.sample_T
     sample_N = sample_T[columns_N]
@@ -106,8 +106,8 @@ def block_mask(row: PackedRow) -> Any:
     def seen(_batch: Any, _head: Any, n: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
         return (sample_N[n] == sample_T[t]) & (t <= columns_N[n])
 
-    N, T = len(columns_N), len(sample_T)
-    return create_block_mask(seen, None, None, N, T, device=str(columns_N.device))
+    sizes = len(columns_N), len(sample_T)
+    return BlockMask(sizes, *row.blocks, (FILL, FILL), seen)  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------- on a CPU

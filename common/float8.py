@@ -5,18 +5,22 @@ Weights and activations are cast to e4m3, gradients to e5m2, each tensor with on
 takes its largest magnitude to the format's (arXiv 2209.05433). cuBLAS reads both operands along
 the dimension that is summed over, so what a gradient needs is cast into the other layout.
 
-Shape suffixes: N rows, I input size, O output size.
+A tensor's largest magnitude stays on the GPU, as the bits of a float32 in an int32 [1]: bits of
+magnitudes order as integers, with NaN above all, so that not-finite values make a scale, and all
+that is cast with it, not finite.
+
+Shape suffixes: N rows, I input size, O output size; R, C of any matrix.
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 VALUES, GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
-BLOCK = 128  # rows and columns of a tile of the cast
+TILE = 128  # rows and columns of a tile of the cast
+CHUNK, CHUNKS = 4096, 8  # elements that a program of the search takes at once; how often
 
 
 class Float8Weights:
@@ -28,42 +32,46 @@ class Float8Weights:
         shape = sum(self.sizes), weights[0].shape[1]
         self.rows_OI = torch.empty(shape, dtype=VALUES, device=weights[0].device)
         self.rows_IO = torch.empty(shape[::-1], dtype=VALUES, device=weights[0].device)
+        self.inverse = torch.empty(1, device=weights[0].device)
         self.refresh()
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Cast the weights again."""
-        scale, self.inverse = scales(list(self.weights), VALUES)
-        for weight_OI, part_OI, part_IO in zip(
-            self.weights,
-            self.rows_OI.split(self.sizes),
-            self.rows_IO.split(self.sizes, 1),
-            strict=True,
-        ):
-            cast(weight_OI, scale, part_OI)
-            cast(weight_OI, scale, part_IO.T)
+        found = largest(list(self.weights))
+        parts = self.rows_OI.split(self.sizes), self.rows_IO.split(self.sizes, 1)
+        for weight_OI, part_OI, part_IO in zip(self.weights, *parts, strict=True):
+            cast(weight_OI, found, part_OI, self.inverse, also=part_IO.T)
 
-    def products(self, x_NI: torch.Tensor) -> list[torch.Tensor]:
-        """x @ W.T for each matrix, [N, O]."""
-        scale, inverse = scales([x_NI], VALUES)
-        x8_NI = torch.empty(x_NI.shape, dtype=VALUES, device=x_NI.device)
-        cast(x_NI, scale, x8_NI)
+    def products(self, x_NI: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """(x @ W.T for each matrix, [N, O]; the largest magnitude of x)."""
+        found = largest([x_NI])
+        x8_NI, inverse = torch.empty_like(x_NI, dtype=VALUES), torch.empty_like(self.inverse)
+        cast(x_NI, found, x8_NI, inverse)
+        parts = self.rows_OI.split(self.sizes)
         return [
-            scaled_mm(x8_NI, part_OI.T, inverse, self.inverse, x_NI.dtype)
-            for part_OI in self.rows_OI.split(self.sizes)
-        ]
+            scaled_mm(x8_NI, part.T, inverse, self.inverse, x_NI.dtype) for part in parts
+        ], found
 
-    def input_gradient(self, dys: list[torch.Tensor]) -> torch.Tensor:
-        """Sum of dy @ W over the matrices, [N, I]."""
-        scale, inverse = scales(dys, GRADIENTS)
+    def input_gradient(
+        self, dys: list[torch.Tensor], needed: bool
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """(sum of dy @ W over the matrices, [N, I], if needed; the largest magnitude of all dy)."""
+        found = largest(dys)
+        if not needed:
+            return None, found
         shape = len(dys[0]), sum(self.sizes)
         dy8_NO = torch.empty(shape, dtype=GRADIENTS, device=dys[0].device)
+        inverse = torch.empty_like(self.inverse)
         for dy_NO, part_NO in zip(dys, dy8_NO.split(self.sizes, 1), strict=True):
-            cast(dy_NO, scale, part_NO)
-        return scaled_mm(dy8_NO, self.rows_IO.T, inverse, self.inverse, dys[0].dtype)
+            cast(dy_NO, found, part_NO, inverse)
+        return scaled_mm(dy8_NO, self.rows_IO.T, inverse, self.inverse, dys[0].dtype), found
 
 
-def outers8(dys: list[list[torch.Tensor]], xs: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+Parts = list[tuple[torch.Tensor, torch.Tensor]]  # tensors [N, .] and their largest magnitudes
+
+
+def outers8(dys: list[Parts], xs: Parts) -> Iterator[torch.Tensor]:
     """For each of `dys`: the sum of dy.T @ x over the list, float32 [O, I]."""
     x_IN, x_inverse = transposed(xs, VALUES)
     for dy in dys:
@@ -71,18 +79,24 @@ def outers8(dys: list[list[torch.Tensor]], xs: list[torch.Tensor]) -> Iterator[t
         yield scaled_mm(dy_ON, x_IN.T, dy_inverse, x_inverse, torch.float32)
 
 
-def transposed(parts: list[torch.Tensor], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def transposed(parts: Parts, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """([N, C] each → float8 [C, all N], its inverse scale)."""
-    scale, inverse = scales(parts, dtype)
-    sizes = [len(x) for x in parts]
-    out = torch.empty(parts[0].shape[1], sum(sizes), dtype=dtype, device=parts[0].device)
-    for part, place in zip(parts, out.split(sizes, 1), strict=True):
-        cast(part, scale, place.T)
+    tensors = [x for x, _ in parts]
+    found = torch.cat([n for _, n in parts]).amax(0, keepdim=True)
+    sizes = [len(x) for x in tensors]
+    out = torch.empty(tensors[0].shape[1], sum(sizes), dtype=dtype, device=found.device)
+    inverse = torch.empty(1, device=found.device)
+    for part, place in zip(tensors, out.split(sizes, 1), strict=True):
+        cast(part, found, place.T, inverse)
     return out, inverse
 
 
 def scaled_mm(
-    a: torch.Tensor, b: torch.Tensor, a_inverse: Any, b_inverse: Any, dtype: torch.dtype
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_inverse: torch.Tensor,
+    b_inverse: torch.Tensor,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
     """(a * a_inverse) @ (b * b_inverse); a in rows, b in columns.
 
@@ -92,32 +106,64 @@ def scaled_mm(
     return torch._scaled_mm(a, b, scale_a=a_inverse, scale_b=b_inverse, out_dtype=dtype)
 
 
-def scales(tensors: list[torch.Tensor], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """(factor that takes the largest magnitude to the format's, its inverse), float32 scalars.
+def largest(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """The largest magnitude in contiguous tensors, see above."""
+    found = torch.zeros(1, dtype=torch.int32, device=tensors[0].device)
+    for x in tensors:
+        grid = (triton.cdiv(x.numel(), CHUNK * CHUNKS),)
+        largest_kernel[grid](x, found, x.numel(), CHUNK, CHUNKS)
+    return found
 
-    Not-finite values make both not finite, and so whatever is cast with them.
+
+@triton.jit
+def largest_kernel(x, found, size, CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
+    start = tl.program_id(0).to(tl.int64) * CHUNK * CHUNKS
+    most = tl.zeros([CHUNK], tl.int32)
+    for n in range(CHUNKS):
+        at = start + n * CHUNK + tl.arange(0, CHUNK)
+        value = tl.load(x + at, mask=at < size, other=0).to(tl.float32)
+        most = tl.maximum(most, value.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    tl.atomic_max(found, tl.max(most, 0))
+
+
+def cast(
+    x: torch.Tensor,
+    found: torch.Tensor,
+    out: torch.Tensor,
+    inverse: torch.Tensor,
+    also: torch.Tensor | None = None,
+) -> None:
+    """Write x, scaled so that the largest magnitude `found` is the format's, to `out`, and
+    what undoes the scale to `inverse`, float32 [1].
+
+    Args:
+        x, out, also: [R, C], of any layout; `also` is a second place for the same.
     """
-    norms = torch._foreach_norm(tensors, ord=float("inf"), dtype=torch.float32)
-    largest = torch.stack(norms).amax().clamp(min=1e-20)
-    limit = torch.finfo(dtype).max
-    return limit / largest, largest / limit
-
-
-def cast(x: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
-    """Write x * scale, [R, C], to `out` [R, C] of either layout."""
     R, C = x.shape
-    grid = (-(-R // BLOCK), -(-C // BLOCK))
+    places = [out] if also is None else [out, also]
+    strides = [*x.stride(), *out.stride(), *places[-1].stride()]
     limit = torch.finfo(out.dtype).max
-    cast_kernel[grid](x, scale, out, R, C, *x.stride(), *out.stride(), limit, BLOCK, num_warps=8)
+    grid = (triton.cdiv(R, TILE), triton.cdiv(C, TILE))
+    cast_kernel[grid](
+        x, found, out, places[-1], inverse, R, C, *strides, limit, len(places), TILE, num_warps=8
+    )
 
 
 @triton.jit
 def cast_kernel(
-    x, scale, out, R, C, x_R, x_C, out_R, out_C, LIMIT: tl.constexpr, BLOCK: tl.constexpr
-):
-    r = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[:, None]
-    c = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    x, found, out, also, inverse, R, C, x_R, x_C, out_R, out_C, also_R, also_C,
+    LIMIT: tl.constexpr, PLACES: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    r = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)[:, None]
+    c = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)[None, :]
     inside = (r < R) & (c < C)
-    value = tl.load(x + r * x_R + c * x_C, mask=inside).to(tl.float32) * tl.load(scale)
+    most = tl.load(found).to(tl.float32, bitcast=True)
+    most = tl.maximum(most, 1e-20, propagate_nan=tl.PropagateNan.ALL)
+    value = tl.load(x + r * x_R + c * x_C, mask=inside).to(tl.float32) * (LIMIT / most)
     value = tl.clamp(value, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-    tl.store(out + r * out_R + c * out_C, value.to(out.dtype.element_ty), mask=inside)
+    value = value.to(out.dtype.element_ty)
+    tl.store(out + r * out_R + c * out_C, value, mask=inside)
+    if PLACES == 2:
+        tl.store(also + r * also_R + c * also_C, value, mask=inside)
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        tl.store(inverse, most / LIMIT)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from common.compiled import region
-from common.products import Products
+from common.products import Operand, Products
 
 # Elements of a chunk on a CPU: what a core's cache holds in float32.
 CHUNK_ELEMENTS = 2**19
@@ -107,7 +107,7 @@ class LinearKL(torch.autograd.Function):
         # a float32 scalar: it keeps the tensors' dtype, and is not rounded to it first
         if kept:
             states_nH, d_logits_nD = kept
-            ctx.products.used(ctx.head, states_nH * grads[0], d_logits_nD)
+            ctx.products.used(ctx.head, Operand(states_nH * grads[0]), Operand(d_logits_nD))
         return grad_states * grads[0], None, None, None, None, None
 
 

@@ -45,6 +45,7 @@ class PackedRow:
     tokens_KN: the token that each takes at each depth, t+1+k.
     teacher_U: the tokens whose final state is the target of some prediction; losses: of the
     depths that have any.
+    blocks: see block_lists.
     """
 
     states_TLH: torch.Tensor
@@ -58,17 +59,20 @@ class PackedRow:
     tokens_KN: torch.Tensor
     teacher_U: torch.Tensor
     losses: list[DepthLosses]
+    blocks: list[torch.Tensor]
 
     def to(self, device: str) -> "PackedRow":
         """The row on a device."""
         if device == "cpu":
             return self
-        return replace(moved(self, device), losses=[moved(x, device) for x in self.losses])
+        losses = [moved(x, device) for x in self.losses]
+        blocks = [x.to(device, non_blocking=True) for x in self.blocks]
+        return replace(moved(self, device), losses=losses, blocks=blocks)
 
     def tensors(self) -> list[torch.Tensor]:
         """All of its tensors."""
         parts: list[PackedRow | DepthLosses] = [self, *self.losses]
-        return [x for part in parts for x in tensor_fields(part).values()]
+        return [x for part in parts for x in tensor_fields(part).values()] + self.blocks
 
     def aux(self, dtype: torch.dtype) -> torch.Tensor:
         """The aux layers' states side by side, [T, A*H]."""
@@ -144,12 +148,12 @@ def make_row(
     for at_n, target_n, wanted_n in targets:
         teacher_n = torch.searchsorted(teacher_U, target_n)
         losses.append(DepthLosses(filled(at_n), filled(teacher_n), filled(wanted_n), len(at_n)))
-    borders = torch.tensor([*starts, T])
+    borders, positions_T = torch.tensor([*starts, T]), torch.cat([torch.arange(n) for n in lengths])
     return PackedRow(
         states_TLH=states_TLH,
         scale_TL=scale_TL,
         ids_T=ids_T,
-        positions_T=torch.cat([torch.arange(n) for n in lengths]),
+        positions_T=positions_T,
         sample_T=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)),
         lengths=lengths,
         columns_N=columns_N,
@@ -157,9 +161,32 @@ def make_row(
         tokens_KN=torch.stack([ids_T[(columns_N + 1 + k).clamp(max=T - 1)] for k in range(depths)]),
         teacher_U=filled(teacher_U),
         losses=losses,
+        blocks=block_lists(columns_N, positions_T[columns_N], T),
     )
 
 
 def filled(index_n: torch.Tensor) -> torch.Tensor:
     """The indices filled up to a multiple of FILL with their last."""
     return torch.cat([index_n, index_n[-1:].expand(-len(index_n) % FILL)])
+
+
+def block_lists(columns_N: torch.Tensor, positions_N: torch.Tensor, T: int) -> list[torch.Tensor]:
+    """Which blocks of FILL columns and FILL tokens attention has to look at: a column sees the
+    tokens of its sample up to its own.
+
+    Returns:
+        Flex attention's lists, counts [1, 1, rows] and indices [1, 1, rows, blocks] in turn,
+        int32: of a block of columns, the blocks of tokens seen in part, and seen whole; then of a
+        block of tokens, the blocks of columns that see it in part, and whole.
+    """
+    first_b = torch.arange(0, T, FILL)
+    start_N1, last_N1 = (columns_N - positions_N)[:, None], columns_N[:, None]
+    some_Nb = (start_N1 < first_b + FILL) & (last_N1 >= first_b)
+    every_Nb = (start_N1 <= first_b) & (last_N1 >= first_b + FILL - 1)
+    whole_bb = every_Nb.view(-1, FILL, len(first_b)).all(1)
+    part_bb = some_Nb.view(-1, FILL, len(first_b)).any(1) & ~whole_bb
+    lists = []
+    for dense in (part_bb, whole_bb, part_bb.T, whole_bb.T):
+        indices = torch.argsort(dense.int(), dim=-1, descending=True, stable=True)
+        lists += [dense.sum(-1).int()[None, None], indices.int()[None, None]]
+    return lists

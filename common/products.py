@@ -8,7 +8,7 @@ Shape suffixes: N rows, I input size, O output size.
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -30,8 +30,7 @@ class Products:
         self.dtype, self.float8 = dtype, float8
         self._copies: dict[torch.Tensor, torch.Tensor] = {}
         self._float8: dict[tuple[torch.Tensor, ...], Float8Weights] = {}
-        self._in_float8: set[torch.Tensor] = set()
-        self._uses: dict[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._uses: dict[torch.Tensor, list[tuple[Operand, Operand]]] = {}
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -55,7 +54,6 @@ class Products:
 
         if weights not in self._float8:
             self._float8[weights] = Float8Weights(weights)
-            self._in_float8.update(weights)
         return self._float8[weights]
 
     def linear(self, x_NI: torch.Tensor, layer: nn.Linear) -> torch.Tensor:
@@ -66,7 +64,7 @@ class Products:
         """The products of one input with several matrices, [N, O] each."""
         return Product.apply(self, x_NI, *(layer.weight for layer in layers))
 
-    def used(self, weight: torch.Tensor, x_NI: torch.Tensor, dy_NO: torch.Tensor) -> None:
+    def used(self, weight: torch.Tensor, x_NI: "Operand", dy_NO: "Operand") -> None:
         """Note a product whose part of the weight's gradient is dy.T @ x."""
         self._uses.setdefault(weight, []).append((x_NI, dy_NO))
 
@@ -76,28 +74,31 @@ class Products:
         # matrices that had the same inputs share them
         groups: dict[tuple[int, ...], list[torch.Tensor]] = {}
         for weight, uses in self._uses.items():
-            groups.setdefault(tuple(id(x) for x, _ in uses), []).append(weight)
+            groups.setdefault(tuple(id(x.values) for x, _ in uses), []).append(weight)
         for weights in groups.values():
             xs = [x for x, _ in self._uses[weights[0]]]
             dys = [[dy for _, dy in self._uses.pop(weight)] for weight in weights]
-            for weight, gradient_OI in zip(weights, self._outers(weights[0], dys, xs), strict=True):
+            for weight, gradient_OI in zip(weights, outers(dys, xs), strict=True):
                 if weight.grad is None:
                     weight.grad = gradient_OI
                 else:
                     weight.grad += gradient_OI
 
-    def _outers(
-        self, weight: torch.Tensor, dys: list[list[torch.Tensor]], xs: list[torch.Tensor]
-    ) -> Iterator[torch.Tensor]:
-        if weight in self._in_float8:
-            from common.float8 import outers8
 
-            return outers8(dys, xs)
-        return outers(dys, xs)
+class Operand(NamedTuple):
+    """A matrix of a product, [N, .]; of one in float8 also its largest magnitude."""
+
+    values: torch.Tensor
+    largest: torch.Tensor | None = None
 
 
-def outers(dys: list[list[torch.Tensor]], xs: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+def outers(dys: list[list[Operand]], xs: list[Operand]) -> Iterator[torch.Tensor]:
     """For each of `dys`: the sum of dy.T @ x over the list, float32 [O, I]."""
+    if xs[0].largest is not None:
+        from common.float8 import outers8
+
+        yield from outers8(dys, xs)  # type: ignore[arg-type]
+        return
     x_NI = joined(xs)
     for dy in dys:
         dy_ON = joined(dy).T
@@ -107,8 +108,8 @@ def outers(dys: list[list[torch.Tensor]], xs: list[torch.Tensor]) -> Iterator[to
             yield (dy_ON @ x_NI).float()
 
 
-def joined(parts: list[torch.Tensor]) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+def joined(parts: list[Operand]) -> torch.Tensor:
+    return parts[0].values if len(parts) == 1 else torch.cat([x.values for x in parts])
 
 
 class Product(torch.autograd.Function):
@@ -116,10 +117,11 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, products: Products, x_NI: torch.Tensor, *weights: torch.Tensor) -> Any:
-        ctx.products, ctx.weights = products, weights
+        ctx.products, ctx.weights, ctx.largest = products, weights, None
         ctx.save_for_backward(x_NI)
         if products.float8:
-            return tuple(products.copies8(weights).products(x_NI))
+            ys, ctx.largest = products.copies8(weights).products(x_NI.contiguous())
+            return tuple(ys)
         return tuple(x_NI @ products.copy(weight).T for weight in weights)
 
     @staticmethod
@@ -127,13 +129,14 @@ class Product(torch.autograd.Function):
         products, weights = ctx.products, ctx.weights
         (x_NI,) = ctx.saved_tensors
         dys = tuple(dy.contiguous() for dy in dys)
-        for weight, dy_NO in zip(weights, dys, strict=True):
-            products.used(weight, x_NI, dy_NO)
-        dx_NI = None
-        if ctx.needs_input_grad[1] and products.float8:
-            dx_NI = products.copies8(weights).input_gradient(list(dys))
+        dx_NI = found = None
+        if products.float8:
+            copies = products.copies8(weights)
+            dx_NI, found = copies.input_gradient(list(dys), ctx.needs_input_grad[1])
         elif ctx.needs_input_grad[1]:
             dx_NI = dys[0] @ products.copy(weights[0])
             for weight, dy_NO in zip(weights[1:], dys[1:], strict=True):
                 dx_NI.addmm_(dy_NO, products.copy(weight))
+        for weight, dy_NO in zip(weights, dys, strict=True):
+            products.used(weight, Operand(x_NI, ctx.largest), Operand(dy_NO, found))
         return None, dx_NI, *[None] * len(weights)

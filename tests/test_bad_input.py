@@ -124,7 +124,7 @@ def test_damaged_journal_lines_are_ignored(tiny_stages, tmp_path, line):
 
 def test_a_damaged_state_says_what_to_do(tiny_stages, tmp_path):
     out = tmp_path / "d"
-    must(script("04_train.py", *train_args(tiny_stages, out)))
+    must(script("04_train.py", *train_args(tiny_stages, out, "--save-every", 1)))
     report = json.loads((out / REPORT).read_text())
     (out / REPORT).write_text(json.dumps(report | {"status": "in_progress"}))
     state = next((out / "state").glob("step_*")) / "state.json"

@@ -204,6 +204,25 @@ def test_only_needed_columns_gives_the_plain_result(rule, monkeypatch):
         assert torch.allclose(x, y, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("turns", [[(5, 130), (1, 4)], [(300, 90), (3, 400), (2, 1)]])
+def test_block_lists_are_flex_attentions_own(turns):
+    """Of columns that skip user turns and cross samples, against create_block_mask."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    row = pack([sample(7, turns), *MULTI_TURN, sample(8, [(40, 500)])])
+    N, T = len(row.columns_N), len(row.ids_T)
+
+    def seen(_b, _h, n, t):
+        column = row.columns_N[n]
+        return (row.sample_T[column] == row.sample_T[t]) & (t <= column)
+
+    mask = create_block_mask(seen, None, None, N, T, device="cpu")
+    want = [x for x in mask.as_tuple(flatten=False) if isinstance(x, torch.Tensor)]
+    assert len(want) == len(row.blocks) == 8
+    assert int(row.blocks[2].sum()) > 0
+    assert all(torch.equal(a, b) for a, b in zip(want, row.blocks, strict=True))
+
+
 def test_packing_never_mixes_samples():
     """A packed row's sums per depth are those of its samples alone."""
     t = teacher()

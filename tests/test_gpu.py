@@ -115,16 +115,18 @@ def test_heldout_counts_are_those_of_the_cpu():
 
 
 def test_float8_cast_in_both_layouts():
-    from common.float8 import GRADIENTS, VALUES, cast, scales
+    from common.float8 import GRADIENTS, VALUES, cast, largest
 
     x = torch.randn(200, 176, device="cuda", dtype=torch.bfloat16) ** 3
+    found = largest([x, x * 2])
+    most = 2 * float(x.abs().max())
+    assert float(found.view(torch.float32)) == most
     for dtype in (VALUES, GRADIENTS):
-        scale, inverse = scales([x, x * 2], dtype)
-        assert float(inverse) == pytest.approx(2 * float(x.abs().max()) / torch.finfo(dtype).max)
         rows, columns = torch.empty_like(x, dtype=dtype), torch.empty_like(x.T, dtype=dtype)
-        cast(x, scale, rows)
-        cast(x, scale, columns.T)
-        assert torch.equal(rows.float(), (x.float() * scale).to(dtype).float())
+        inverse, limit = torch.empty(1, device="cuda"), torch.finfo(dtype).max
+        cast(x, found, rows, inverse, also=columns.T)
+        assert float(inverse) == pytest.approx(most / limit)
+        assert torch.equal(rows.float(), (x.float() * (limit / most)).to(dtype).float())
         assert torch.equal(columns.T.float(), rows.float())
 
 
@@ -149,8 +151,10 @@ def test_float8_step_is_near_that_of_bfloat16():
 
 
 def test_a_gradient_that_is_not_finite_stays_so_in_float8():
-    from common.float8 import outers8
+    from common.float8 import largest, outers8
 
     x, dy = (torch.randn(128, 32, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    dy[3, 4] = float("nan")
-    assert not torch.isfinite(next(outers8([[dy]], [x]))).any()
+    for bad in ("nan", "inf"):
+        dy[3, 4] = float(bad)
+        found = next(outers8([[(dy, largest([dy]))]], [(x, largest([x]))]))
+        assert not torch.isfinite(found).any()

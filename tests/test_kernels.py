@@ -1,4 +1,4 @@
-"""The kernels of TTT attention's diagonals, by triton's interpreter where there is no GPU."""
+"""The triton kernels: attention's diagonals, float8 casts; by its interpreter, without a GPU."""
 
 import os
 import subprocess
@@ -10,13 +10,13 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def test_kernels_are_the_plain_form():
+def test_kernels_are_their_plain_forms():
     """In a process of its own: triton decides as it is imported whether to interpret."""
     env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(Path(__file__).resolve())]
     result = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-2000:]
-    assert result.stdout.split() == ["same", "same"]
+    assert result.stdout.split() == ["same", "same", "same"]
 
 
 def plain(q, base, lse, k0, v0, k1, v1):
@@ -30,7 +30,7 @@ def plain(q, base, lse, k0, v0, k1, v1):
     return out
 
 
-def check(h: int, g: int, d: int) -> None:
+def check_diagonals(h: int, g: int, d: int) -> None:
     """Output and all gradients; 11 columns do not fill the last program."""
     from common.diagonals import merge_diagonals
 
@@ -54,6 +54,30 @@ def check(h: int, g: int, d: int) -> None:
     print("same")
 
 
+def check_casts() -> None:
+    """To float16, for the interpreter does not round to float8 as a GPU does."""
+    from common.float8 import cast, largest
+
+    torch.manual_seed(0)
+    x = torch.randn(200, 150) ** 3
+    most = float(x.abs().max())
+    found = largest([x[:50], x[50:]])
+    assert float(found.view(torch.float32)) == most
+    half, limit = torch.float16, torch.finfo(torch.float16).max
+    rows, columns = torch.empty(200, 150, dtype=half), torch.empty(150, 200, dtype=half)
+    inverse = torch.empty(1)
+    cast(x, found, rows, inverse, also=columns.T)
+    torch.testing.assert_close(inverse, torch.tensor([most / limit]))
+    torch.testing.assert_close(rows.float(), x / inverse, rtol=1e-3, atol=1e-3)
+    assert torch.equal(columns.T, rows)
+    for bad in ("nan", "inf"):
+        x[3, 4] = float(bad)
+        cast(x, largest([x]), rows, inverse)
+        assert not torch.isfinite(inverse).any()
+    print("same")
+
+
 if __name__ == "__main__":
-    check(8, 8, 64)
-    check(6, 2, 20)  # shared key/value heads; sizes that are no powers of two
+    check_diagonals(8, 8, 64)
+    check_diagonals(6, 2, 20)  # shared key/value heads; sizes that are no powers of two
+    check_casts()
