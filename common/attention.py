@@ -107,7 +107,7 @@ def block_mask(row: PackedRow) -> Any:
         return (sample_N[n] == sample_T[t]) & (t <= columns_N[n])
 
     sizes = len(columns_N), len(sample_T)
-    return BlockMask(sizes, *row.blocks, (FILL, FILL), seen)  # type: ignore[arg-type]
+    return BlockMask(sizes, *row.blocks, (FILL, FILL), seen)  # type: ignore[arg-type, call-arg]
 
 
 # ---------------------------------------------------------------- on a CPU
