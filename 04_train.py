@@ -193,8 +193,8 @@ def check(args, device, dtype, ranks) -> Job | None:
     from common import (
         draft_shape,
         hidden_folder,
-        init_from,
         packing,
+        published,
         samples,
         train_inputs,
         verifier,
@@ -233,7 +233,7 @@ def check(args, device, dtype, ranks) -> Job | None:
     if args.float8:
         draft_shape.check_float8(shape)
     if args.init_from:
-        init_from.check_initial(Path(args.init_from), shape)
+        published.check_initial(Path(args.init_from), shape)
         inputs["init_from"] = artifacts.sha256_file(Path(args.init_from) / "model.safetensors")
     held_rows = None if args.overwrite else artifacts.held(out, "settings", "rows_per_step")
     rows_a_step = args.rows_per_step or held_rows or ranks.world
@@ -302,7 +302,7 @@ def train_draft(args, job: Job, device, dtype, ranks) -> tuple[dict | None, int,
     held-out measure, the steps taken and their seconds, of all runs."""
     import torch
 
-    from common import checkpoint, export, init_from, loading, optimizers, packing, training
+    from common import checkpoint, export, loading, optimizers, packing, published, training
     from common.products import Products
     from common.training_log import HeldOut, StepLog
 
@@ -316,7 +316,7 @@ def train_draft(args, job: Job, device, dtype, ranks) -> tuple[dict | None, int,
     draft.lm_head.weight.requires_grad_(args.train_lm_head)
     newest = checkpoint.latest_state(out / "state")
     if args.init_from and newest is None:
-        taken = init_from.initialize_from(Path(args.init_from), draft, teacher.target_D)
+        taken = published.initialize_from(Path(args.init_from), draft, teacher.target_D)
         say(ranks, f"train: starts from {args.init_from}, with {taken} rows of its head")
     optim = optimizers.make_optimizers(
         draft, args.optimizer, args.lr, args.weight_decay, ranks.world

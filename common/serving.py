@@ -1,19 +1,15 @@
-"""A draft inside vLLM: what it accepts, and whether it is fed the states it was trained on."""
+"""A draft inside vLLM: whether it can be served, and what is accepted of it."""
 
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from common.artifacts import must_match, read_json
+from common.artifacts import read_json
 from common.cli import UserError
-from common.export import serving_layer_ids
 from common.progress import Progress
 from common.prompts import Prompt
-from common.verifier import Verifier, fingerprint, safetensors_header
-
-if TYPE_CHECKING:
-    import torch
+from common.verifier import Verifier, safetensors_header
 
 
 def check_draft(folder: Path, verifier: Verifier) -> None:
@@ -111,126 +107,3 @@ def spec_counters(llm: Any) -> dict[str, float]:
             for i, value in enumerate(metric.values):
                 out[f"position_{i}"] = out.get(f"position_{i}", 0) + value
     return out
-
-
-# ---------------------------------------------------------------- what the draft is fed
-
-
-class ServingMethods:
-    """Worker methods that record what enters the draft's `fc`; rank 0 answers."""
-
-    rank: int  # vLLM's worker has both
-    model_runner: Any
-
-    def fed_start(self) -> None:
-        inner = draft_model(self.model_runner).model
-        # norm_before_fc (one) and fc_norm (a layer each) come before fc: look at what they get.
-        norms = getattr(inner, "fc_norm", None)
-        targets = list(norms) if norms else [getattr(inner, "input_norm", None) or inner.fc]
-        self._fed: list[list[torch.Tensor]] = [[] for _ in targets]
-
-        def watch(target: Any, seen: "list[torch.Tensor]") -> Any:
-            return target.register_forward_pre_hook(
-                lambda _module, args: seen.append(args[0].detach().float().cpu().clone())
-            )
-
-        self._handles = [watch(t, seen) for t, seen in zip(targets, self._fed, strict=True)]
-
-    def fed_stop(self) -> "list[torch.Tensor] | None":
-        import torch
-
-        for handle in self._handles:
-            handle.remove()
-        passes = [torch.cat(parts, -1) for parts in zip(*self._fed, strict=True)]
-        return passes if self.rank == 0 else None
-
-
-def draft_model(model_runner: Any) -> Any:
-    """The draft inside vLLM's model runner (V1: `drafter`, V2: `speculator`)."""
-    for name in ("drafter", "speculator"):
-        model = getattr(getattr(model_runner, name, None), "model", None)
-        if model is not None:
-            return model
-    raise RuntimeError(f"no draft in {type(model_runner).__name__}")
-
-
-def stored_sample(
-    folder: Path, draft: Path, verifier: Verifier, max_seq_len: int
-) -> "tuple[list[int], torch.Tensor]":
-    """A sample of 03's folder to compare serving with: (token ids, aux states [T, A, H]).
-
-    UserError, before anything is loaded, when the folder is not of this verifier or the
-    draft asks for other layers.
-    """
-    from common.hidden_files import read_hidden
-    from common.hidden_folder import open_hidden
-
-    hidden = open_hidden(folder)
-    must_match(
-        "verifier",
-        folder,
-        hidden.inputs.get("verifier"),
-        Path(verifier.path),
-        fingerprint(verifier),
-        "pass the --hidden-states that the draft was trained on",
-    )
-    ids = read_json(draft / "config.json")["eagle_aux_hidden_state_layer_ids"]
-    aux = hidden.settings["layers"][:-1]
-    if ids != serving_layer_ids(aux):
-        raise UserError(
-            f"{draft}/config.json: asks for ids {ids}; {folder} holds layers {aux}, served as"
-            f" {serving_layer_ids(aux)}"
-        )
-    index = next((i for i, n in hidden.lengths.items() if 16 <= n < max_seq_len), None)
-    if index is None:
-        raise UserError(f"{folder}: no sample of 16 to {max_seq_len} tokens to check with")
-    hidden_TLH, ids_T = read_hidden(hidden.file(index))
-    return ids_T.tolist(), hidden_TLH[:, :-1].float()
-
-
-def fed_states_error(llm: Any, ids: list[int], aux_TAH: "torch.Tensor") -> float:
-    """How far the states that vLLM feeds the draft on a prompt are from stored rows.
-
-    Args:
-        ids: a sample's tokens.
-        aux_TAH: its stored aux states [T, A, H].
-
-    Returns:
-        The relative difference of a token's rows: the median over tokens (a mixture of
-        experts sends a few elsewhere), the worst layer.
-    """
-    from vllm import SamplingParams
-
-    llm.collective_rpc("fed_start")
-    llm.generate(
-        [{"prompt_token_ids": ids}],
-        SamplingParams(max_tokens=1, temperature=0, detokenize=False),
-        use_tqdm=False,
-    )
-    fed = next(r for r in llm.collective_rpc("fed_stop") if r is not None)
-    T, A, H = aux_TAH.shape
-    rows = [x for x in fed if x.shape[0] >= T and x.shape[1] == A * H]
-    if not rows:
-        raise UserError(
-            f"vLLM fed the draft {[tuple(x.shape) for x in fed]}, expected [{T}, {A * H}]: it"
-            " serves other aux layers than the draft was trained on"
-        )
-    theirs_TAH, ours_TAH = rows[0][:T].view(T, A, H).double(), aux_TAH.double()
-    error_TA = (theirs_TAH - ours_TAH).norm(dim=-1) / ours_TAH.norm(dim=-1)
-    return float(error_TA.median(dim=0).values.max())
-
-
-# In bfloat16 right states differ by 3e-3 between batch layouts, and by 1.6e-2 (a random model
-# on an H200) between eager and compiled graphs; ids off by one by 0.1 and more.
-FED_GATE = 0.05
-
-
-def check_fed_states(llm: Any, ids: list[int], aux_TAH: "torch.Tensor") -> float:
-    """`fed_states_error`, which must be under the gate."""
-    error = fed_states_error(llm, ids, aux_TAH)
-    if not error < FED_GATE:
-        raise UserError(
-            f"vLLM feeds the draft other states than it was trained on (relative difference"
-            f" {error:.3f}, allowed {FED_GATE})"
-        )
-    return error

@@ -9,7 +9,7 @@ import signal
 import torch
 
 from common.capture import CaptureMethods
-from common.serving import ServingMethods
+from common.served_states import ServingMethods
 
 
 class WorkerExtension(CaptureMethods, ServingMethods):

@@ -126,6 +126,7 @@ def test_evaluation_serves_the_draft_both_ways(tiny_stages, tmp_path):
     assert low <= result["acceptance_length"] <= high
     assert len(result["acceptance_by_position"]) == 3
     assert result["fed_states_relative_error"] < 0.03
+    assert max(result["made_states_relative_error"]) < 0.03
     assert "is complete" in last_line(must(script("tools/evaluate_draft.py", *args)))
     (draft / "model.safetensors").write_bytes(b"")
     broken = script("tools/evaluate_draft.py", *args)

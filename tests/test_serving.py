@@ -1,4 +1,4 @@
-"""Training and serving mean the same layers, and exactly those."""
+"""Training and serving mean the same layers and compute the same of them."""
 
 import gc
 import json
@@ -7,18 +7,19 @@ import shutil
 import pytest
 import torch
 
-from common import engine, serving
+from common import engine, served_states, serving
 from common.draft_shape import DraftShape
 from common.eagle3 import Eagle3Draft, initialize
 from common.export import export_draft, serving_layer_ids
 from common.hidden_files import hidden_file, read_hidden
+from common.published import load_draft
 from common.verifier import load_verifier, read_tensors
 from tests.conftest import must, script, write_jsonl
 
 
 @pytest.fixture(scope="module")
 def served(smollm2, tokenizer, tmp_path_factory):
-    """A random draft in 04's export, and 03's float32 states of a prompt."""
+    """03's float32 states of a prompt, and a random draft's parts."""
     folder = tmp_path_factory.mktemp("served")
     ids = tokenizer.encode("Lighthouse keepers wound the clockwork that turned the lamp. " * 4)
     rows = [{"id": "p", "input_ids": ids, "loss_mask": [0] * 8 + [1] * (len(ids) - 8)}]
@@ -28,29 +29,40 @@ def served(smollm2, tokenizer, tmp_path_factory):
                "--prepared-data", folder / "prepared", "--output-dir", folder / "hidden",
                "--max-seq-len", 512)
     )  # fmt: skip
-    model = load_verifier(str(smollm2))
-    shape = DraftShape(576, 512, 9, 3, 64, 1e5, 1e-5, 3, 400, model.vocab_size)
-    draft = Eagle3Draft(shape)
+    return {"folder": folder, "model": load_verifier(str(smollm2)), "ids": ids}
+
+
+def export(served, folder, **norms):
+    """A random draft, its norms' weights too, in 04's export."""
+    model = served["model"]
+    draft = Eagle3Draft(
+        DraftShape(576, 512, 9, 3, 64, 1e5, 1e-5, 3, 400, model.vocab_size, **norms)
+    )
     torch.manual_seed(0)
     head = read_tensors(model, ("lm_head",))["lm_head"].float()
     initialize(draft, head[100:500])
+    for p in draft.parameters():
+        if p.dim() == 1:
+            p.data.uniform_(0.5, 1.5)
     t2d = torch.zeros(model.vocab_size, dtype=torch.bool)
     t2d[100:500] = True
-    (folder / "draft").mkdir()
+    folder.mkdir()
     d2t = torch.full((400,), 100)
     weights = {name: p.detach() for name, p in draft.named_parameters()}
     aux, depths, dtype = [2, 15, 27], 3, torch.float32
-    export_draft(folder / "draft", draft.shape, weights, model, aux, depths, d2t, t2d, dtype)
-    return {"folder": folder, "model": model, "ids": ids}
+    export_draft(folder, draft.shape, weights, model, aux, depths, d2t, t2d, dtype)
+    return folder
 
 
-def fed_error(served, ids_shift: int, folder) -> float:
-    """Relative error between what vLLM feeds the draft and 03's rows, ids moved by a shift."""
-    shutil.copytree(served["folder"] / "draft", folder)
+def changed(folder, **keys):
+    """Change the checkpoint's config.json."""
     config = json.loads((folder / "config.json").read_text())
-    ids = [i + ids_shift for i in config["eagle_aux_hidden_state_layer_ids"]]
-    config["eagle_aux_hidden_state_layer_ids"] = ids
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config | keys))
+
+
+def errors(served, folder, trained=None) -> tuple[float, list[float]]:
+    """Relative errors in vLLM: of what it feeds the draft against 03's rows, and of what the draft
+    makes of that against the code that trained it (of `trained`, by default the same folder)."""
     serving.check_draft(folder, served["model"])
     args = engine.default_engine_args(served["model"], 1) | {
         "dtype": "float32",
@@ -67,21 +79,50 @@ def fed_error(served, ids_shift: int, folder) -> float:
     llm.collective_rpc("ignore_signals")
     hidden_TLH, ids_T = read_hidden(hidden_file(served["folder"] / "hidden", 0))
     assert ids_T.tolist() == served["ids"]
-    error = serving.fed_states_error(llm, served["ids"], hidden_TLH[:, :-1])
+    aux_TAH = hidden_TLH[:, :-1]
+    seen = served_states.serve_once(llm, served["ids"], *aux_TAH.shape[1:])
     engine.stop_engine(llm)
     del llm
     gc.collect()
-    return error
+    draft = load_draft(trained or folder)
+    assert draft is not None
+    embed_VH = read_tensors(served["model"], ("embed_tokens",))["embed_tokens"]
+    made = served_states.made_errors(seen, draft, embed_VH, served["ids"][0])
+    assert len(made) == 3
+    return served_states.fed_error(seen, aux_TAH), made
 
 
-def test_draft_is_fed_the_stored_states(served, tmp_path):
-    assert fed_error(served, 0, tmp_path / "d") < 1e-4
+@pytest.mark.parametrize(
+    "norms",
+    [
+        dict(),
+        dict(norm_before_residual=False, norm_before_fc=True, norm_output=True),
+        dict(fc_norm=True),
+    ],
+)
+def test_draft_is_fed_the_stored_states_and_makes_what_training_computes(served, tmp_path, norms):
+    fed, made = errors(served, export(served, tmp_path / "d", **norms))
+    assert fed < 1e-4
+    assert max(made) < 1e-4
 
 
 @pytest.mark.parametrize("shift", [-1, 1])
 def test_ids_off_by_one_are_noticed(served, tmp_path, shift):
     """The same test fails by orders of magnitude (acceptance would hardly move)."""
-    assert fed_error(served, shift, tmp_path / "d") > 1e-2
+    draft = export(served, tmp_path / "d")
+    ids = json.loads((draft / "config.json").read_text())["eagle_aux_hidden_state_layer_ids"]
+    changed(draft, eagle_aux_hidden_state_layer_ids=[i + shift for i in ids])
+    assert errors(served, draft)[0] > 1e-2
+
+
+def test_another_architecture_in_the_server_is_noticed(served, tmp_path):
+    """A checkpoint that says otherwise than it was trained: where the residual is taken."""
+    draft = export(served, tmp_path / "d")
+    other = shutil.copytree(draft, tmp_path / "other")
+    changed(other, norm_before_residual=False)
+    fed, made = errors(served, other, trained=draft)
+    assert fed < 1e-4
+    assert max(made) > served_states.MADE_GATE
 
 
 def test_serving_ids_are_ours_plus_one():
@@ -89,19 +130,15 @@ def test_serving_ids_are_ours_plus_one():
 
 
 def test_a_draft_without_ids_is_refused(served, tmp_path):
-    shutil.copytree(served["folder"] / "draft", tmp_path / "d")
-    path = tmp_path / "d" / "config.json"
-    config = json.loads(path.read_text())
-    del config["eagle_aux_hidden_state_layer_ids"]
-    path.write_text(json.dumps(config))
+    changed(export(served, tmp_path / "d"), eagle_aux_hidden_state_layer_ids=None)
     with pytest.raises(Exception, match="no eagle_aux_hidden_state_layer_ids"):
         serving.check_draft(tmp_path / "d", served["model"])
 
 
-def test_exported_names_are_those_vllm_reads(served):
+def test_exported_names_are_those_vllm_reads(served, tmp_path):
     from safetensors import safe_open
 
-    with safe_open(served["folder"] / "draft" / "model.safetensors", "pt") as f:
+    with safe_open(export(served, tmp_path / "d") / "model.safetensors", "pt") as f:
         names = set(f.keys())
         assert f.get_tensor("d2t").tolist() == [100] * 400
     assert names == {

@@ -49,7 +49,7 @@ def main() -> None:
     out = Path(args.output_dir)
 
     # ---------------------------------------------------------------- check
-    from common import chat, hidden_folder, prompts, rows, serving, verifier
+    from common import chat, hidden_folder, prompts, rows, served_states, serving, verifier
 
     model = verifier.load_verifier(args.model_path)
     draft = Path(args.draft)
@@ -77,7 +77,7 @@ def main() -> None:
     if args.hidden_states:
         folder = Path(args.hidden_states)
         inputs["extract"] = hidden_folder.open_hidden(folder).content_sha256
-        stored = serving.stored_sample(folder, draft, model, args.max_seq_len)
+        stored = served_states.stored_sample(folder, draft, model, args.max_seq_len)
     state = artifacts.earlier_run(out, STAGE, settings, inputs, args.overwrite)
     if state == "complete":
         progress.log((out / "table.txt").read_text(encoding="utf-8").rstrip())
@@ -113,10 +113,10 @@ def main() -> None:
         },
     }
     decode = (asked, model.end_ids, args.max_new_tokens)
-    fed = None
+    checked = {}
     with engine.running(with_draft, args.engine_args, "evaluate") as llm:
         if stored is not None:
-            fed = serving.check_fed_states(llm, *stored)
+            checked = served_states.check_served(llm, *stored, draft, model)
         before = serving.spec_counters(llm)
         drafted = serving.generate(llm, *decode, "with draft")
         counters = {k: v - before.get(k, 0) for k, v in serving.spec_counters(llm).items()}
@@ -126,8 +126,7 @@ def main() -> None:
 
     # ---------------------------------------------------------------- report
     result = summary(plain, drafted, counters, args.num_speculative_tokens, args.seed)
-    if fed is not None:
-        result["fed_states_relative_error"] = fed
+    result |= checked
     table = format_table(result, args, len(asked))
     if args.overwrite:
         artifacts.empty_output(out)
@@ -199,6 +198,9 @@ def format_table(result: dict, args, count: int) -> str:
     ]
     if "fed_states_relative_error" in result:
         lines.append(("fed states vs 03's", f"relative {result['fed_states_relative_error']:.1e}"))
+    if "made_states_relative_error" in result:
+        made = ", ".join(f"{x:.1e}" for x in result["made_states_relative_error"])
+        lines.append(("its states vs training's", f"relative {made} a depth"))
     return "\n".join(f"  {name:<22} {value}" for name, value in lines)
 
 

@@ -1,4 +1,5 @@
-"""Starting from a published draft: its weights, whatever vocabulary map it was made with.
+"""A draft's checkpoint: reading it whole, and starting from one, whatever vocabulary map it was
+made with.
 
 Reads speculators' format and plain EAGLE-3 checkpoints (LlamaForCausalLMEagle3, whose layer may
 be called `midlayer`), safetensors only.
@@ -26,22 +27,29 @@ def ours(name: str) -> str:
     return name.removeprefix("model.").replace("midlayer.", "layers.0.")
 
 
+def read_config(folder: Path) -> dict[str, Any]:
+    """Its config.json, flat: the layer's keys, those of NORMS, and `plain_rope`."""
+    config = read_json(folder / "config.json")
+    layer: dict[str, Any] = config.get("transformer_layer_config") or config
+    rope = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
+    # what an absent key means differs between the formats (vLLM reads them so)
+    default = {"norm_before_residual": "transformer_layer_config" in config}
+    norms = {key: bool(config.get(key, default.get(key, False))) for key in NORMS}
+    plain = rope.get("rope_type", rope.get("type", "default")) == "default"
+    return layer | rope | norms | {"plain_rope": plain}
+
+
 def check_initial(folder: Path, shape: DraftShape) -> None:
     """UserError unless the checkpoint is a draft of this very architecture."""
-    config = read_json(folder / "config.json")
+    layer = read_config(folder)
     file = folder / "model.safetensors"
     if not file.is_file():
         raise UserError(f"--init-from {folder}: has no model.safetensors; convert the draft to it")
     header = safetensors_header(file)
-    layer: dict[str, Any] = config.get("transformer_layer_config") or config
-    layer = layer | (layer.get("rope_parameters") or {})
-    # what an absent key means differs between the formats (vLLM reads them so)
-    default = {"norm_before_residual": "transformer_layer_config" in config}
     for key in NORMS:
-        theirs = bool(config.get(key, default.get(key, False)))
-        if theirs != getattr(shape, key):
-            flag = "--" + ("" if theirs else "no-") + key.replace("_", "-")
-            raise UserError(f"--init-from {folder}: its {key} is {theirs}; pass {flag}")
+        if layer[key] != getattr(shape, key):
+            flag = "--" + ("" if layer[key] else "no-") + key.replace("_", "-")
+            raise UserError(f"--init-from {folder}: its {key} is {layer[key]}; pass {flag}")
     for key in SHAPE_KEYS:
         if key in layer and layer[key] != getattr(shape, key):
             raise UserError(
@@ -97,3 +105,39 @@ def initialize_from(folder: Path, draft: "Eagle3Draft", target_D: "torch.Tensor"
         device = draft.lm_head.weight.device
         draft.lm_head.weight[mine.to(device)] = head[theirs].to(device, torch.float32)
     return len(pairs)
+
+
+def load_draft(folder: Path) -> "Eagle3Draft | None":
+    """The draft, float32 on the CPU; None where its rotary embedding is scaled, which nothing
+    here computes."""
+    import torch
+    from safetensors.torch import load_file
+
+    from common.eagle3 import Eagle3Draft
+
+    layer = read_config(folder)
+    if not layer["plain_rope"]:
+        return None
+    found = {ours(k): v for k, v in load_file(folder / "model.safetensors").items()}
+    H, heads = layer["hidden_size"], layer["num_attention_heads"]
+    shape = DraftShape(
+        hidden_size=H,
+        intermediate_size=layer["intermediate_size"],
+        num_attention_heads=heads,
+        num_key_value_heads=layer.get("num_key_value_heads") or heads,
+        head_dim=layer.get("head_dim") or H // heads,
+        rope_theta=layer.get("rope_theta", 10000.0),
+        rms_norm_eps=layer["rms_norm_eps"],
+        num_aux_layers=found["fc.weight"].shape[1] // H,
+        draft_vocab_size=len(found["lm_head.weight"]),
+        vocab_size=layer["vocab_size"],
+        **{key: layer[key] for key in NORMS},
+    )
+    with torch.device("meta"):
+        draft = Eagle3Draft(shape)
+    weights = {k: v.float() for k, v in found.items() if k not in NOT_TRAINED}
+    try:
+        draft.load_state_dict(weights, assign=True)
+    except RuntimeError as e:
+        raise UserError(f"{folder}: is not a draft of its config.json: {e}") from None
+    return draft
