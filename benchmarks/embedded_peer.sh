@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# Two drafts for the embedded verifier on one GPU, from the same files, over the same epochs: this
+# project's, and that of `speculators train` with its own defaults.
+# Usage: benchmarks/embedded_peer.sh RESPONSES.jsonl FOLDER [EPOCHS]
+# RESPONSES.jsonl is of run_pipeline.sh. The drafts are FOLDER/ours, FOLDER/ours-float8 and
+# FOLDER/theirs; compare them with tools/evaluate_draft.py and benchmarks/paired_acceptance.py.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+RESPONSES=$1 W=$2 EPOCHS=${3:-4} PY=${PY:-python3}
+C="--config configs/smollm2-135m.yaml"
+stage() { # NAME COMMAND...
+    local name=$1 began=$(date +%s%3N)
+    shift
+    "$PY" "$@" > "$W/$name.log" 2>&1 || { tail -5 "$W/$name.log"; return 1; }
+    echo "$name: $((($(date +%s%3N) - began) / 1000)) s; $(tail -1 "$W/$name.log")"
+}
+mkdir -p "$W"
+stage prepare 01_prepare_data.py $C --dataset "$RESPONSES" --output-dir "$W/prepared"
+stage vocab 02_build_vocab_map.py $C --prepared-data "$W/prepared" --output-dir "$W/map"
+stage extract 03_extract_hidden_states.py $C --prepared-data "$W/prepared" --output-dir "$W/hidden"
+INPUTS="--prepared-data $W/prepared --vocab-map $W/map --hidden-states $W/hidden"
+stage ours 04_train.py $C $INPUTS --output-dir "$W/ours" --epochs "$EPOCHS"
+stage ours-float8 04_train.py $C $INPUTS --output-dir "$W/ours-float8" --epochs "$EPOCHS" --float8
+stage layout tools/speculators_layout.py $INPUTS --output-dir "$W/layout"
+# the held-out share is ours; layers 2, 15, 27 are its ids 3, 16, 28
+stage theirs -m speculators.train --speculator-type eagle3 --data-path "$W/layout" \
+    --verifier-name-or-path models/smollm2-135m-instruct --target-layer-ids 3 16 28 \
+    --draft-vocab-size 8192 --on-missing raise --train-data-ratio 0.95 --epochs "$EPOCHS" \
+    --save-path "$W/theirs"
