@@ -1,51 +1,36 @@
-"""Chat rows → token ids and loss masks, through the verifier's own chat template.
+"""Conversations → token ids and loss masks, through the verifier's own chat template.
 
-A loss position is an answer token, its end-of-turn token included. For every assistant
-turn the prompt is the template's rendering of what comes before it with a generation
-prompt, as the server would send it, and the answer is what the finished rendering adds:
+A loss position is an answer token, its end-of-turn token included. For every assistant turn the
+prompt is the template's rendering of what comes before it with a generation prompt, as the
+server would send it, and the answer is what the finished rendering adds:
 
     <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n Hello!<|im_end|> \\n
     `------------- prompt (mask 0) -----------------------' `- answer (1) -'  (cut)
 
-Turns are kept in one sample while each rendering extends the one before; where a template
-rewrites history (drops earlier reasoning), a turn starts a sample of its own.
+Each turn is rendered as the last one, so that nothing that a template does to earlier turns
+touches it. Turns are kept in one sample while each prompt extends the one before; where a
+template rewrites history (drops earlier reasoning), a turn starts a sample of its own.
 """
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, field
 from typing import Any
 
-from common.cli import UserError, nearest
+from common.cli import UserError
+from common.conversations import RowError
 
-ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "bot": "assistant",
-    "chatgpt": "assistant",
-    "model": "assistant",
-    "tool": "tool",
-    "function": "tool",
-    "observation": "tool",
-}
-
-
-class RowError(ValueError):
-    """A row that cannot become a sample; `reason` is a short kind that can be counted."""
-
-    def __init__(self, reason: str, detail: str = ""):
-        super().__init__(f"{reason}{': ' + detail if detail else ''}")
-        self.reason = reason
+# Stand for texts in renderings, to find where a template puts them.
+ANSWER, NEXT = "\ue000answer\ue001", "\ue000next\ue001"
+THINK, END_THINK = "<think>", "</think>"
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """One tokenized sample: ids and mask of equal length."""
+    """One tokenized sample: ids and mask of equal length; `notes` is for the report."""
 
     input_ids: list[int]
     loss_mask: list[int]
+    notes: list[str] = field(default_factory=list)
 
 
 def load_tokenizer(model_path: str, trust_remote_code: bool) -> Any:
@@ -66,117 +51,218 @@ def load_tokenizer(model_path: str, trust_remote_code: bool) -> Any:
     return tokenizer
 
 
-def messages_of(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a row's conversation as OpenAI messages.
+class Template:
+    """A verifier's chat template with its tokenizer.
 
-    Takes `messages` (role/content) or ShareGPT `conversations` (from/value).
+    Args:
+        end_ids: ids that end an answer.
+        options: the template's own variables (`enable_thinking`, ..).
     """
-    turns = row.get("messages", row.get("conversations"))
-    if turns is None:
-        found = ", ".join(sorted(map(str, row))[:8]) or "nothing"
-        raise RowError("no conversation", f"needs messages or conversations, has {found}")
-    if not isinstance(turns, list) or not turns:
-        raise RowError("empty conversation")
-    messages = []
-    for n, turn in enumerate(turns):
-        if not isinstance(turn, dict):
-            raise RowError("malformed turn", f"turn {n} is not an object")
-        role = turn.get("role", turn.get("from"))
-        if not isinstance(role, str) or role not in ROLES:
-            raise RowError(
-                "unknown role", f"turn {n} has role {role!r}{nearest(str(role), [*ROLES])}"
+
+    def __init__(
+        self, tokenizer: Any, end_ids: tuple[int, ...], options: dict[str, Any] | None = None
+    ):
+        self.tokenizer, self.end_ids, self.options = tokenizer, end_ids, options or {}
+        self.ends = [tokenizer.decode([i]) for i in end_ids]
+        template = getattr(tokenizer, "chat_template", None)
+        marks = re.search(r"\{%-?\s*generation\b", template if isinstance(template, str) else "")
+        self.marks_answers = marks is not None
+        self._openers: dict[str, list[int]] = {}
+
+    def text(self, messages: list[dict], prompt: bool, tools: list | None = None) -> str:
+        """The rendering, with a generation prompt or finished; RowError where it is refused."""
+        try:
+            return self.tokenizer.apply_chat_template(
+                messages,
+                tools=tools,
+                tokenize=False,
+                add_generation_prompt=prompt,
+                **self.options,
             )
-        content = turn.get("content", turn.get("value"))
-        if content is None and turn.get("tool_calls"):
-            content = ""
-        if isinstance(content, list) and all(
-            isinstance(p, dict) and isinstance(p.get("text"), str) for p in content
-        ):
-            content = "".join(p["text"] for p in content)
-        if not isinstance(content, str):
-            raise RowError("malformed turn", f"turn {n} has no text content")
-        extra = {k: turn[k] for k in ("reasoning_content", "tool_calls", "name") if turn.get(k)}
-        messages.append({"role": ROLES[role], "content": content, **extra})
-    return messages
+        except Exception as e:  # templates raise whatever their authors chose
+            raise refused(e) from None
+
+    def ids(self, text: str) -> list[int]:
+        """A rendering's ids, as the server makes them."""
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def prompt_ids(self, messages: list[dict], tools: list | None = None) -> list[int]:
+        """What a server is sent to have these messages answered."""
+        return self.ids(self.text(messages, True, tools))
+
+    # ------------------------------------------------------------ one answer
+
+    def turn(
+        self, messages: list[dict], n: int, tools: list | None
+    ) -> tuple[list[int], list[int], list[str]]:
+        """(prompt ids, answer ids, notes) of assistant turn n, as if the verifier had said it."""
+        message = messages[n]
+        said = message["content"] + message.get("reasoning_content", "")
+        if any(end and end in said for end in self.ends):
+            raise RowError("end-of-turn token inside an answer", f"turn {n}")
+        marked = self.marked(messages, n, tools) if self.marks_answers else None
+        notes: list[str] = []
+        if marked is None:
+            prompt_text, text, notes = self.split(messages, n, tools)
+        else:
+            prompt_text, text = marked
+            if reasoning_of(message) not in text:
+                raise lost_reasoning(n)
+        prompt = self.ids(prompt_text)
+        answer = self.continuation(prompt_text, prompt, text)
+        for call in message.get("tool_calls", []):
+            if call["function"]["name"] not in text:
+                raise RowError("tool calls dropped by the template", f"turn {n}")
+        # Whatever follows the end-of-turn token belongs to the template, not to the answer.
+        end = next((k for k, token in enumerate(answer) if token in self.end_ids), None)
+        if end is not None:
+            return prompt, answer[: end + 1], notes
+        following = "tool" if message.get("tool_calls") else "user"
+        if n + 1 < len(messages):
+            following = messages[n + 1]["role"]
+        return prompt, answer + self.opener(following), notes
+
+    def marked(self, messages: list[dict], n: int, tools: list | None) -> tuple[str, str] | None:
+        """(prompt, rest), as text, where the template marks answers by {% generation %}; None
+        where it has not marked this one."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            rendered: Any = render_jinja_template(
+                [messages[: n + 1]],
+                tools=tools,
+                chat_template=self.tokenizer.get_chat_template(None, tools),
+                return_assistant_tokens_mask=True,
+                **{**self.tokenizer.special_tokens_map, **self.options},
+            )
+        except Exception as e:
+            raise refused(e) from None
+        (finished,), (spans,) = rendered
+        if not spans:
+            return None
+        return finished[: spans[-1][0]], finished[spans[-1][0] :]
+
+    def split(self, messages: list[dict], n: int, tools: list | None) -> tuple[str, str, list[str]]:
+        """(prompt, what the verifier says from there on, notes), as text."""
+        before, message = messages[:n], messages[n]
+        prompt = self.text(before, True, tools)
+        finished = self.text([*before, message], False, tools)
+        reasoning = reasoning_of(message)
+        if finished.startswith(prompt) and reasoning in finished[len(prompt) :]:
+            return prompt, finished[len(prompt) :], []
+        # The rendering of earlier turns is another one, or lacks the end of the prompt (an opened
+        # `<think>`), or the reasoning: look at what stands between last question and answer.
+        at, asked, told = self.leads(before, finished, tools)
+        rest = finished[at:]
+        if reasoning in rest or reasoning in told:
+            if told.startswith(asked):
+                return prompt, told[len(asked) :] + rest, []
+            note = "note: turns whose rendering lacks the end of the generation prompt"
+            return prompt[: len(prompt) - len(asked)] + told, rest, [note]
+        if not asked.rstrip().endswith(THINK):
+            raise lost_reasoning(n)
+        # Said after a prompt that opens the reasoning, then dropped by the template.
+        closing = told.removeprefix(asked.rstrip().removesuffix(THINK)).removeprefix(THINK)
+        if closing.lstrip().startswith(END_THINK):
+            return prompt, reasoning + closing + rest, []
+        spoken, _, answer = message["content"].partition(END_THINK)
+        kept = answer.strip()
+        if not answer or kept not in rest:
+            raise lost_reasoning(n)
+        spoken = spoken.lstrip().removeprefix(THINK)
+        spoken = spoken.removeprefix(asked[asked.rindex(THINK) + len(THINK) :])
+        gap = answer[: len(answer) - len(answer.lstrip())]
+        return prompt, spoken + END_THINK + gap + rest[rest.index(kept) :], []
+
+    def leads(self, before: list[dict], finished: str, tools: list | None) -> tuple[int, str, str]:
+        """(where the answer begins in a finished rendering; what stands between the last message's
+        text and there in the prompt; the same in finished renderings)."""
+        said = {"role": "assistant", "content": ANSWER}
+        at = self.text([*before, said], False, tools).find(ANSWER)
+        last = [*before[:-1], before[-1] | {"content": NEXT}]
+        prompt = self.text(last, True, tools)
+        told = self.text([*last, said], False, tools).partition(ANSWER)[0]
+        asked, told = (x.rpartition(NEXT)[2] for x in (prompt, told))
+        if at < 0 or NEXT not in prompt or not finished[:at].endswith(told):
+            raise RowError("template rewrites the prompt", "the finished rendering is another text")
+        return at, asked, told
+
+    def continuation(self, prompt_text: str, prompt: list[int], text: str) -> list[int]:
+        """Ids of a text that goes on from a prompt: the rendering's own where its tokens part
+        at the border, else those of the text alone, as a verifier goes on."""
+        full = self.ids(prompt_text + text)
+        if full[: len(prompt)] == prompt:
+            return full[len(prompt) :]
+        ids = self.ids(text)
+        if self.tokenizer.decode(prompt + ids) == self.tokenizer.decode(full):
+            return ids
+        # a tokenizer that puts a space before a text: let it stand behind a line break
+        anchor, anchored = self.ids("\n"), self.ids("\n" + text)
+        ids = anchored[len(anchor) :]
+        if anchored[: len(anchor)] == anchor and self.tokenizer.decode(
+            prompt + ids
+        ) == self.tokenizer.decode(full):
+            return ids
+        raise RowError("border inside a token", "the answer's ids cannot be told from the prompt's")
+
+    def opener(self, role: str) -> list[int]:
+        """The id that begins a turn of this role, where that is what ends an answer; else none."""
+        if role not in self._openers:
+            self._openers[role] = []
+            turn = {"role": role, "content": NEXT, "tool_call_id": "0", "name": "f"}
+            messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": ANSWER}]
+            try:
+                text = self.text([*messages, turn], False)
+            except RowError:
+                return []
+            found = re.search(re.escape(ANSWER) + "(.*?)" + re.escape(NEXT), text, re.DOTALL)
+            ids = self.ids(found[1].lstrip()) if found else []
+            if ids and ids[0] in self.end_ids:
+                self._openers[role] = ids[:1]
+        return self._openers[role]
+
+    # ------------------------------------------------------------ a conversation
+
+    def encode(self, messages: list[dict], tools: list | None = None) -> list[Encoded]:
+        """Tokenize a conversation into one sample, or several where history is rewritten.
+
+        Raises RowError when no turn is the assistant's.
+        """
+        turns = [n for n, m in enumerate(messages) if m["role"] == "assistant"]
+        if not turns:
+            raise RowError("no assistant turn")
+        if turns[0] == 0:
+            raise RowError("no prompt", "the first turn is the assistant's")
+        samples: list[Encoded] = []
+        for n in turns:
+            prompt, answer, notes = self.turn(messages, n, tools)
+            last = samples[-1] if samples else None
+            if last is not None and prompt[: len(last.input_ids)] == last.input_ids:
+                mask = last.loss_mask + [0] * (len(prompt) - len(last.input_ids))
+                notes = last.notes + notes
+                samples.pop()
+            else:
+                mask = [0] * len(prompt)
+            samples.append(Encoded(prompt + answer, mask + [1] * len(answer), notes))
+        return samples
 
 
-def render(tokenizer: Any, messages: list[dict], prompt: bool, tools: Any = None) -> list[int]:
-    """Token ids of the template's rendering, with or without a generation prompt."""
-    try:
-        ids = tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=True, add_generation_prompt=prompt, return_dict=False
-        )
-    except Exception as e:  # templates raise whatever their authors chose
-        raise RowError("template refused", " ".join(str(e).split())[:200]) from None
-    return list(ids)
+def reasoning_of(message: dict[str, Any]) -> str:
+    """A turn's reasoning: its own field, or what its content has before `</think>`."""
+    reasoning = message.get("reasoning_content", "")
+    if not reasoning and END_THINK in message["content"]:
+        reasoning = message["content"].split(END_THINK, 1)[0].lstrip().removeprefix(THINK)
+    return reasoning.strip()
 
 
-def render_text(tokenizer: Any, messages: list[dict], prompt: bool, tools: Any = None) -> str:
-    return tokenizer.apply_chat_template(
-        messages, tools=tools, tokenize=False, add_generation_prompt=prompt
+def refused(e: Exception) -> RowError:
+    reason = " ".join(str(e).split())[:120]
+    return RowError(f"template refused ({reason or type(e).__name__})")
+
+
+def lost_reasoning(n: int) -> RowError:
+    return RowError(
+        "reasoning dropped by the template",
+        f"turn {n} has reasoning that its rendering lacks; train on generation prompt and raw"
+        " output ids instead (tools/regenerate_responses.py)",
     )
-
-
-def answer_ids(
-    tokenizer: Any, messages: list[dict], turn: int, tools: Any, end_ids: tuple[int, ...]
-) -> tuple[list[int], list[int]]:
-    """Return (prompt ids, answer ids) of an assistant turn, as if the verifier had said it."""
-    before, through = messages[:turn], messages[: turn + 1]
-    prompt = render(tokenizer, before, True, tools)
-    full = render(tokenizer, through, False, tools)
-    if full[: len(prompt)] == prompt:
-        answer = full[len(prompt) :]
-    else:
-        # The border falls inside a token, or the finished rendering is another text.
-        prompt_text = render_text(tokenizer, before, True, tools)
-        full_text = render_text(tokenizer, through, False, tools)
-        if full_text.startswith(prompt_text):
-            text = full_text[len(prompt_text) :]
-            answer = tokenizer.encode(text, add_special_tokens=False)
-        else:
-            raise RowError(
-                "template rewrites the prompt",
-                f"the finished rendering of turn {turn} does not begin with its prompt",
-            )
-    reasoning = str(messages[turn].get("reasoning_content") or "").strip()
-    if reasoning and reasoning not in tokenizer.decode(answer):
-        raise RowError(
-            "reasoning dropped by the template",
-            f"turn {turn} has reasoning that its rendering lacks; train on generation prompt and"
-            " raw output ids instead (tools/regenerate_responses.py)",
-        )
-    for call in messages[turn].get("tool_calls") or []:
-        name = (call.get("function") or call).get("name") if isinstance(call, dict) else None
-        if name and str(name) not in tokenizer.decode(answer):
-            raise RowError(
-                "tool calls dropped by the template",
-                f"turn {turn} calls {name}; it is not rendered",
-            )
-    # Whatever follows the end-of-turn token belongs to the template, not to the answer.
-    ends = [n for n, token in enumerate(answer) if token in end_ids]
-    return prompt, answer[: ends[0] + 1] if ends else answer
-
-
-def encode_conversation(
-    tokenizer: Any, messages: list[dict], tools: Any, end_ids: tuple[int, ...]
-) -> list[Encoded]:
-    """Tokenize a conversation into one sample, or several where history is rewritten.
-
-    Raises RowError when no turn is the assistant's.
-    """
-    turns = [n for n, m in enumerate(messages) if m["role"] == "assistant"]
-    if not turns:
-        raise RowError("no assistant turn")
-    if turns[0] == 0:
-        raise RowError("no prompt", "the first turn is the assistant's")
-    samples: list[Encoded] = []
-    for turn in turns:
-        prompt, answer = answer_ids(tokenizer, messages, turn, tools, end_ids)
-        last = samples[-1] if samples else None
-        if last is not None and prompt[: len(last.input_ids)] == last.input_ids:
-            mask = last.loss_mask + [0] * (len(prompt) - len(last.input_ids))
-            samples.pop()
-        else:
-            mask = [0] * len(prompt)
-        samples.append(Encoded(prompt + answer, mask + [1] * len(answer)))
-    return samples

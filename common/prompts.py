@@ -4,8 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from common import chat
+from common.chat import Template
 from common.cli import UserError
+from common.conversations import RowError, messages_of, tools_of
+from common.encoding import conversation_name
 from common.rows import Row
 
 
@@ -20,7 +22,7 @@ class Prompt:
 
 def load_prompts(
     rows: list[Row],
-    tokenizer: Callable[[], Any],
+    template: Callable[[], Template],
     vocab_size: int,
     longest: int,
     skip_bad_rows: bool = False,
@@ -36,18 +38,18 @@ def load_prompts(
         raise UserError("--max-new-tokens leaves no room for a prompt within --max-seq-len")
     prompts: dict[str, Prompt] = {}
     skipped = 0
-    for n, row in enumerate(rows):
+    for row in rows:
         try:
-            prompt = prompt_of(row, str(row.value.get("id", f"row-{n}")), tokenizer, vocab_size)
+            prompt = prompt_of(row, template, vocab_size)
             if prompt.id in prompts:
-                raise chat.RowError("id twice", repr(prompt.id))
+                raise RowError("id twice", repr(prompt.id))
             if len(prompt.input_ids) > longest:
-                raise chat.RowError(
+                raise RowError(
                     "prompt too long",
                     f"{len(prompt.input_ids)} tokens, over {longest} (--max-seq-len less"
                     " --max-new-tokens)",
                 )
-        except chat.RowError as e:
+        except RowError as e:
             if not skip_bad_rows:
                 raise UserError(f"{row.where}: {e}") from None
             skipped += 1
@@ -58,21 +60,23 @@ def load_prompts(
     return list(prompts.values()), skipped
 
 
-def prompt_of(row: Row, key: str, tokenizer: Callable[[], Any], vocab_size: int) -> Prompt:
-    """The prompt of one row; RowError when there is none."""
+def prompt_of(row: Row, template: Callable[[], Template], vocab_size: int) -> Prompt:
+    """The prompt of one row, named by its id or else its content; RowError when there is none."""
+    key = row.value.get("id")
     if "input_ids" in row.value:
         ids, mask = row.value["input_ids"], row.value.get("loss_mask") or []
         if not isinstance(ids, list) or not isinstance(mask, list):
-            raise chat.RowError("input_ids or loss_mask is not a list")
+            raise RowError("input_ids or loss_mask is not a list")
         ids = ids[: mask.index(1)] if 1 in mask else ids
         if not ids:
-            raise chat.RowError("no prompt", "no token before the answer")
+            raise RowError("no prompt", "no token before the answer")
         if not all(type(i) is int and 0 <= i < vocab_size for i in ids):
-            raise chat.RowError("input_ids are not ids of the verifier")
-        return Prompt(key, [], ids)
-    messages = chat.messages_of(row.value)
+            raise RowError("input_ids are not ids of the verifier")
+        return Prompt(conversation_name(ids) if key is None else str(key), [], ids)
+    messages = messages_of(row.value, row.form)
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
     if not messages:
-        raise chat.RowError("no prompt", "only an answer")
-    return Prompt(key, messages, chat.render(tokenizer(), messages, True, row.value.get("tools")))
+        raise RowError("no prompt", "only an answer")
+    name = conversation_name(messages) if key is None else str(key)
+    return Prompt(name, messages, template().prompt_ids(messages, tools_of(row.value)))

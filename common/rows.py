@@ -1,87 +1,197 @@
-"""Raw rows of chat data, one at a time: local .json, .jsonl, .parquet, or a hub name."""
+"""Raw rows of chat data, one at a time: local files or folders of them, or a hub data set."""
 
+import gzip
+import io
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from common.artifacts import decode_json, sha256_file, sha256_json
-from common.cli import UserError
+from common.cli import UserError, nearest
+from common.conversations import FORMS
 
-SUFFIXES = (".json", ".jsonl", ".parquet")
+SUFFIXES = (".jsonl", ".json", ".parquet")
+PACKED = (".gz", ".zst")
+OPTIONS = ("config", "split", "revision", "weight", "form")
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row and where it stands (`file:line`, `file row N`), for messages."""
+    """A row, where it stands (`file:line`, `file row N`), for messages, and its form, if said."""
 
     where: str
     value: dict[str, Any]
+    form: str | None = None
+
+
+@dataclass(frozen=True)
+class Source:
+    """A data set: `files` of a local one (none: a hub name), and its options.
+
+    weight: its share of the rows read, against the other sources'.
+    """
+
+    name: str
+    files: tuple[Path, ...] = ()
+    config: str | None = None
+    split: str = "train"
+    revision: str | None = None
+    weight: float | None = None
+    form: str | None = None
+
+
+def parse_source(text: str) -> Source:
+    """`NAME[,option=value..]` → Source; UserError for a file that is not there or an option that
+    is none."""
+    name, options = text, {}
+    if not Path(text).exists():
+        name, *rest = text.split(",")
+        for option in rest:
+            key, _, value = option.partition("=")
+            if key not in OPTIONS or not value:
+                raise UserError(
+                    f"--dataset {text}: unknown option {option!r}{nearest(key, list(OPTIONS))};"
+                    f" expected {', '.join(f'{k}=...' for k in OPTIONS)}"
+                )
+            options[key] = value
+    if options.get("form", FORMS[0]) not in FORMS:
+        raise UserError(f"--dataset {text}: form is one of {', '.join(FORMS)}")
+    weight = None
+    if "weight" in options:
+        try:
+            weight = float(options["weight"])
+        except ValueError:
+            weight = 0.0
+        if not 0 < weight < float("inf"):
+            raise UserError(f"--dataset {text}: weight is a number over 0")
+    files = tuple(local_files(Path(name))) if is_local(name) else ()
+    return Source(name, files, **options | {"weight": weight})  # type: ignore[arg-type]
+
+
+def parse_sources(texts: list[str], max_samples: int | None) -> list[Source]:
+    """Every source; weights, if any, must be all and have something to share out."""
+    sources = [parse_source(str(text)) for text in texts]
+    weighted = [s for s in sources if s.weight is not None]
+    if weighted and len(weighted) < len(sources):
+        lacking = next(s for s in sources if s.weight is None)
+        raise UserError(
+            f"--dataset {lacking.name}: has no weight, others have one; give all or none"
+        )
+    if weighted and max_samples is None:
+        raise UserError("--dataset: weights share out --max-samples; pass it")
+    return sources
 
 
 def is_local(name: str | Path) -> bool:
-    """Whether a data set's name means a local file rather than a hub name."""
-    return Path(name).exists() or str(name).endswith(SUFFIXES) or str(name).startswith((".", "/"))
+    """Whether a data set's name means local files rather than a hub name."""
+    plain = str(name)
+    for packed in PACKED:
+        plain = plain.removesuffix(packed)
+    return Path(name).exists() or plain.endswith(SUFFIXES) or plain.startswith((".", "/"))
 
 
-def digest(names: list[Path]) -> str:
-    """Identity of the sources: the content of local files, the name of hub data sets."""
+def local_files(path: Path) -> list[Path]:
+    """The data files that a name means: itself, or those in the folder, by name."""
+    if path.is_dir():
+        found = sorted(p for p in path.rglob("*") if p.is_file() and suffix_of(p) in SUFFIXES)
+        if not found:
+            raise UserError(f"{path}: no {', '.join(SUFFIXES)} in this folder")
+        return found
+    if not path.is_file():
+        raise UserError(f"{path}: no such file")
+    if suffix_of(path) not in SUFFIXES:
+        raise UserError(f"{path}: expected one of {', '.join(SUFFIXES)}, also .gz or .zst")
+    return [path]
+
+
+def suffix_of(path: Path) -> str:
+    """Its suffix, that of a packing left out (no parquet file is packed)."""
+    inner = Path(path.stem).suffix if path.suffix in PACKED else path.suffix
+    return "" if inner == ".parquet" and path.suffix in PACKED else inner
+
+
+def digest(sources: list[Source]) -> str:
+    """Identity of the sources: the content of local files, the name of hub data sets, options."""
     found = []
-    for name in names:
-        if is_local(name):
-            if not name.is_file():
-                what = "is a folder; name the files in it" if name.is_dir() else "no such file"
-                raise UserError(f"{name}: {what}")
-            found.append(sha256_file(name))
-        else:
-            found.append(str(name))
+    for s in sources:
+        place = [sha256_file(f) for f in s.files] or [s.name, s.config, s.split, s.revision]
+        found.append([place, s.weight, s.form])
     return sha256_json(found)
 
 
-def read_rows(names: list[Path], max_rows: int | None = None) -> Iterator[Row]:
-    """Yield rows of all sources in order; UserError naming file and line or row."""
-    n = 0
-    for name in names:
-        empty = True
-        for row in read_source(name):
-            empty = False
-            if max_rows is not None and n >= max_rows:
-                return
-            if not isinstance(row.value, dict):
-                raise UserError(
-                    f"{row.where}: expected an object, found {type(row.value).__name__}"
-                )
+def read_rows(sources: list[Source], max_rows: int | None = None) -> Iterator[Row]:
+    """Yield rows of all sources, one after the other or mixed by weight; UserError naming file
+    and line or row."""
+    mixed = sources and sources[0].weight is not None
+    rows = mix(sources) if mixed else (row for s in sources for row in source_rows(s))
+    for n, row in enumerate(rows):
+        if max_rows is not None and n >= max_rows:
+            return
+        yield row
+
+
+def mix(sources: list[Source]) -> Iterator[Row]:
+    """Rows of all sources in turns by weight, the same on every run; one that ends drops out."""
+    left = [[0.0, s.weight or 1.0, source_rows(s)] for s in sources]
+    while left:
+        due: Any = min(left, key=lambda x: x[0] / x[1])
+        row = next(due[2], None)
+        if row is None:
+            left.remove(due)
+        else:
+            due[0] += 1
             yield row
-            n += 1
-        if empty:
-            raise UserError(f"{name}: holds no rows; is it the right file?")
 
 
-def read_source(name: Path) -> Iterator[Row]:
-    if not is_local(name):
-        yield from read_hub(str(name))
+def source_rows(source: Source) -> Iterator[Row]:
+    empty = True
+    found = (row for file in source.files for row in read_file(file))
+    for row in found if source.files else read_hub(source):
+        empty = False
+        if not isinstance(row.value, dict):
+            raise UserError(f"{row.where}: expected an object, found {type(row.value).__name__}")
+        yield Row(row.where, row.value, source.form)
+    if empty:
+        raise UserError(f"{source.name}: holds no rows; is it the right file?")
+
+
+def read_file(path: Path) -> Iterator[Row]:
+    kind = suffix_of(path)
+    if kind == ".parquet":
+        yield from read_parquet(path)
         return
-    if not name.is_file():
-        raise UserError(f"{name}: no such file")
-    if name.suffix == ".jsonl":
-        yield from read_jsonl(name)
-    elif name.suffix == ".json":
-        yield from read_json_array(name)
-    elif name.suffix == ".parquet":
-        yield from read_parquet(name)
-    else:
-        raise UserError(f"{name}: expected one of {', '.join(SUFFIXES)}")
+    try:
+        yield from read_jsonl(path) if kind == ".jsonl" else read_json_array(path)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as e:
+        raise UserError(f"{path}: cannot be unpacked ({e}); is it whole?") from None
+    except OSError as e:  # pyarrow's, of a broken .zst
+        if path.suffix not in PACKED:
+            raise
+        raise UserError(f"{path}: cannot be unpacked ({e}); is it whole?") from None
+
+
+def open_bytes(path: Path) -> Any:
+    """A binary file to read lines from, unpacked where its name says so."""
+    if path.suffix == ".gz":
+        return gzip.open(path, "rb")
+    if path.suffix == ".zst":
+        import pyarrow
+
+        return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"))
+    return open(path, "rb")
 
 
 def read_jsonl(path: Path) -> Iterator[Row]:
-    with open(path, "rb") as f:
+    with open_bytes(path) as f:
         for number, line in enumerate(f, 1):
             if not line.strip():
                 continue
             try:
                 value = decode_json(line)
             except (ValueError, RecursionError) as e:
-                packed = "it is gzip; unpack it" if line[:2] == b"\x1f\x8b" else "mend the line"
+                packed = "it is gzip; name it .gz" if line[:2] == b"\x1f\x8b" else "mend the line"
                 raise UserError(f"{path}:{number}: not JSON ({e}); {packed}") from None
             yield Row(f"{path}:{number}", value)
 
@@ -89,7 +199,8 @@ def read_jsonl(path: Path) -> Iterator[Row]:
 def read_json_array(path: Path) -> Iterator[Row]:
     """A .json file is one array of rows; JSON Lines under that name is read as such."""
     try:
-        values = decode_json(path.read_bytes())
+        with open_bytes(path) as f:
+            values = decode_json(f.read())
     except (ValueError, RecursionError) as e:
         if getattr(e, "msg", "") == "Extra data":
             yield from read_jsonl(path)
@@ -128,17 +239,23 @@ def drop_nulls(value: Any) -> Any:
     return value
 
 
-def read_hub(name: str) -> Iterator[Row]:
-    """Stream the `train` split of a hub data set, so that only the rows asked for travel."""
+def read_hub(source: Source) -> Iterator[Row]:
+    """Stream a split of a hub data set, so that only the rows asked for travel."""
     import datasets
 
     try:
-        data = datasets.load_dataset(name, split="train", streaming=True)
+        data = datasets.load_dataset(
+            source.name,
+            source.config,
+            split=source.split,
+            revision=source.revision,
+            streaming=True,
+        )
         for n, value in enumerate(data):
-            yield Row(f"{name} row {n}", drop_nulls(value))
+            yield Row(f"{source.name} row {n}", drop_nulls(value))
     except Exception as e:  # hub, network and builder errors are many; one remedy
         reason = f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
         raise UserError(
-            f"--dataset {name}: no such file, and the hub did not serve it ({reason});"
+            f"--dataset {source.name}: no such file, and the hub did not serve it ({reason});"
             " give a local .json, .jsonl or .parquet"
         ) from None

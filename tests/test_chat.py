@@ -1,129 +1,195 @@
-"""Masks and ids through the verifier's own template, proven by decoding."""
+"""Masks and ids through chat templates, proven by decoding."""
+
+import copy
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.chat import RowError, encode_conversation, messages_of, render
-
-END = (2,)
-
-
-def encode(tokenizer, *turns):
-    """Encode [role, content] turns."""
-    return encode_conversation(tokenizer, [{"role": r, "content": c} for r, c in turns], None, END)
+from common.chat import Encoded, Template
+from common.conversations import RowError
+from tests.templates import CASES
 
 
-def loss_texts(tokenizer, sample):
+@pytest.fixture(scope="session")
+def templates(tokenizer):
+    """Every case's template over the embedded verifier's tokens and its own special ones."""
+    found = {}
+    for name, case in CASES.items():
+        own = copy.deepcopy(tokenizer)
+        own.add_special_tokens({"additional_special_tokens": list(case.special)})
+        own.chat_template = case.source
+        ends = tuple(own.convert_tokens_to_ids(list(case.ends)))
+        found[name] = Template(own, ends, dict(case.options))
+    return found
+
+
+def turns(*pairs: tuple[str, str], reasoning: str = "", system: str = "") -> list[dict]:
+    """A conversation of questions and answers, each answer with this reasoning."""
+    messages = [{"role": "system", "content": system}] if system else []
+    more = {"reasoning_content": reasoning} if reasoning else {}
+    for question, answer in pairs:
+        messages.append({"role": "user", "content": question})
+        messages.append({"role": "assistant", "content": answer, **more})
+    return messages
+
+
+def loss_texts(template: Template, samples: list[Encoded]) -> list[str]:
     """Decoded runs of loss tokens."""
     runs, run = [], []
-    for token, m in [*zip(sample.input_ids, sample.loss_mask, strict=True), (0, 0)]:
-        if m:
-            run.append(token)
-        elif run:
-            runs.append(tokenizer.decode(run))
-            run = []
+    for sample in samples:
+        assert len(sample.input_ids) == len(sample.loss_mask)
+        for token, m in [*zip(sample.input_ids, sample.loss_mask, strict=True), (0, 0)]:
+            if m:
+                run.append(token)
+            elif run:
+                runs.append(template.tokenizer.decode(run))
+                run = []
     return runs
 
 
-def test_loss_is_the_answers_with_their_end_tokens(tokenizer):
-    (sample,) = encode(
-        tokenizer,
-        ("user", "Hi there"),
-        ("assistant", "Hello!"),
-        ("user", "Name a colour"),
-        ("assistant", "Blue.\n"),
-    )
-    assert loss_texts(tokenizer, sample) == ["Hello!<|im_end|>", "Blue.\n<|im_end|>"]
-    text = tokenizer.decode(sample.input_ids)
-    assert text.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
-    assert text.endswith("Blue.\n<|im_end|>")
+TALK = [("Hi there", "Hello!"), ("Name a colour", "Blue.\n"), ("And two?", "  Red\n\nGreen")]
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("reasoning", ["", "Let me think.\nYes."])
+@pytest.mark.parametrize("system", ["", "Be brief."])
+def test_loss_is_the_answers_with_their_end_tokens(templates, name, reasoning, system):
+    case, template = CASES[name], templates[name]
+    messages = turns(*TALK, reasoning=reasoning, system=system)
+    if system and not case.system:
+        with pytest.raises(RowError, match=r"template refused \(.*System role not supported"):
+            template.encode(messages)
+        return
+    if reasoning and not case.reasoning:
+        with pytest.raises(RowError, match="reasoning dropped by the template"):
+            template.encode(messages)
+        return
+    samples = template.encode(messages)
+    assert loss_texts(template, samples) == [case.said(a, reasoning) for _, a in TALK]
+    for sample in samples:
+        check_ids(template, messages, sample)
+
+
+def check_ids(template: Template, messages: list[dict], sample: Encoded) -> None:
+    """The ids before a sample's last answer are what the server is sent to have it answered (or
+    what a finished rendering has of it), ids for ids."""
+    border = len(sample.loss_mask) - 1
+    while sample.loss_mask[border - 1]:
+        border -= 1
+    prompt = sample.input_ids[:border]
+    asked = [messages[:n] for n, m in enumerate(messages) if m["role"] == "assistant"]
+    rendered = [template.prompt_ids(before) for before in asked]
+    if sample.notes:  # the rendering lacks the end of the generation prompt
+        finished = [messages[: len(before) + 1] for before in asked]
+        texts = [template.ids(template.text(x, False)) for x in finished]
+        assert any(ids[: len(prompt)] == prompt for ids in [*texts, *rendered])
+        assert "note: turns whose rendering lacks" in sample.notes[0]
+    else:
+        assert prompt in rendered
 
 
 words = st.text(st.sampled_from("ab \n<|é界>1"), min_size=0, max_size=12)
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(words, words), min_size=1, max_size=3))
-def test_any_conversation_is_the_templates_rendering(tokenizer, pairs):
-    """Samples are the template's text; loss tokens are each answer once, and nothing else."""
-    messages = []
-    for question, answer in pairs:
-        messages += [
-            {"role": "user", "content": question},
-            {"role": "assistant", "content": answer},
-        ]
-    samples = encode_conversation(tokenizer, messages, None, END)
-    full = tokenizer.decode(render(tokenizer, messages, False))
-    spoken = []
-    for sample in samples:  # more than one where a turn's border falls inside a token
-        assert full.startswith(tokenizer.decode(sample.input_ids))
-        assert len(sample.input_ids) == len(sample.loss_mask)
-        spoken += loss_texts(tokenizer, sample)
-    assert spoken == [f"{a}<|im_end|>" for _, a in pairs]
+@pytest.mark.parametrize("name", CASES)
+@settings(max_examples=25, deadline=None)
+@given(pairs=st.lists(st.tuples(words, words), min_size=1, max_size=3), thinks=st.booleans())
+def test_any_conversation(templates, name, pairs, thinks):
+    """Loss tokens are each answer once, whatever users say; ids are the template's own."""
+    case, template = CASES[name], templates[name]
+    reasoning = "because a\nb" if thinks and case.reasoning else ""
+    messages = turns(*pairs, reasoning=reasoning)
+    samples = template.encode(messages)
+    assert loss_texts(template, samples) == [case.said(a, reasoning) for _, a in pairs]
+    for sample in samples:
+        check_ids(template, messages, sample)
 
 
-class HistoryRewriter:
-    """A tokenizer of characters whose template drops the reasoning of earlier answers."""
+def test_history_kept_is_one_sample_and_rewritten_one_a_turn(templates):
+    def count(name, **more):
+        return len(templates[name].encode(turns(*TALK, **more)))
 
-    def apply_chat_template(self, messages, tools, tokenize, add_generation_prompt, **_):
-        out = ""
-        for n, m in enumerate(messages):
-            content = m["content"]
-            if m["role"] == "assistant" and n < len(messages) - 1:
-                content = content.split("]")[-1]
-            out += f"{m['role'][0]}:{content}$"
-        out += "a:" if add_generation_prompt else ""
-        return [ord(c) for c in out] if tokenize else out
-
-    def encode(self, text, add_special_tokens):
-        return [ord(c) for c in text]
+    assert count("chatml") == count("mistral") == count("glm") == count("kimi_k2") == 1
+    why = "why"
+    assert count("kimi_k2", reasoning=why) == count("glm", reasoning=why) == len(TALK)
+    assert count("minimax_m2", reasoning=why) == len(TALK)
 
 
-def test_rewritten_history_makes_a_sample_a_turn():
-    messages = messages_of(
-        {
-            "messages": [
-                {"role": "user", "content": "1"},
-                {"role": "assistant", "content": "[why]x"},
-                {"role": "user", "content": "2"},
-                {"role": "assistant", "content": "[how]y"},
-            ]
-        }
-    )
-    samples = encode_conversation(HistoryRewriter(), messages, None, (ord("$"),))
-    texts = ["".join(map(chr, s.input_ids)) for s in samples]
-    assert texts == ["u:1$a:[why]x$", "u:1$a:x$u:2$a:[how]y$"]
-    assert [sum(s.loss_mask) for s in samples] == [len("[why]x$"), len("[how]y$")]
+def test_reasoning_inside_the_content(templates):
+    """As distilled data have it: kept by templates that show it, and put after a generation
+    prompt that opens it by those that cut it."""
+    talk = turns(("Sum?", "<think>\n1 and 1\n</think>\n\nTwo."))
+
+    def texts(name):
+        return loss_texts(templates[name], templates[name].encode(talk))
+
+    assert texts("qwen_3") == ["<think>\n1 and 1\n</think>\n\nTwo.<|im_end|>"]
+    assert texts("chatml") == ["<think>\n1 and 1\n</think>\n\nTwo.<|im_end|>"]
+    assert texts("deepseek_r1") == ["1 and 1\n</think>\n\nTwo.<|end|>"]
+    (sample,) = templates["deepseek_r1"].encode(talk)
+    check_ids(templates["deepseek_r1"], talk, sample)
+    assert not sample.notes
+    with pytest.raises(RowError, match="reasoning dropped"):
+        templates["deepseek_v31"].encode(talk)
 
 
-def test_sharegpt_roles():
-    turns = [
-        {"from": "system", "value": "s"},
-        {"from": "human", "value": "q"},
-        {"from": "gpt", "value": "a"},
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+
+
+def test_tool_calls_are_part_of_the_answer(templates):
+    """Kimi-K2 keeps the reasoning of turns after the last answer without calls."""
+    messages = [
+        {"role": "user", "content": "1+1?"},
+        {"role": "assistant", "content": "", "reasoning_content": "use it", "tool_calls": [CALL]},
+        {"role": "tool", "name": "add", "tool_call_id": "add:0", "content": "2"},
+        {"role": "assistant", "content": "Two.", "reasoning_content": "so"},
     ]
-    assert [m["role"] for m in messages_of({"conversations": turns})] == [
-        "system",
-        "user",
-        "assistant",
+    template = templates["kimi_k2"]
+    samples = template.encode(messages)
+    call = (
+        '<|tool_calls_section_begin|><|tool_call_begin|>add<|tool_call_argument_begin|>{"a": 1}'
+        "<|tool_call_end|><|tool_calls_section_end|>"
+    )
+    assert loss_texts(template, samples) == [
+        f"use it</think>{call}<|im_end|>",
+        "so</think>Two.<|im_end|>",
+    ]
+    assert len(samples) == 1
+    del messages[1]["reasoning_content"]
+    with pytest.raises(RowError, match="tool calls dropped by the template"):
+        templates["chatml"].encode(messages)
+
+
+def test_the_next_roles_token_ends_a_turn_before_a_tool(templates):
+    messages = [
+        {"role": "user", "content": "1+1?"},
+        {"role": "assistant", "content": "add(1, 1)"},
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": "Two."},
+    ]
+    template = templates["glm"]
+    assert loss_texts(template, template.encode(messages)) == [
+        "\n<think></think>\nadd(1, 1)<|observation|>",
+        "\n<think></think>\nTwo.<|user|>",
     ]
 
 
 @pytest.mark.parametrize(
-    ("row", "text"),
+    ("messages", "reason"),
     [
-        ({"messages": [{"role": "narrator", "content": "x"}]}, "unknown role: turn 0 has role 'na"),
-        ({"messages": [{"role": "user"}]}, "turn 0 has no text content"),
-        ({"messages": []}, "empty conversation"),
-        ({"text": "x"}, "needs messages or conversations, has text"),
+        ([{"role": "user", "content": "hello"}], "no assistant turn"),
+        (turns(("a", "b"))[1:], "no prompt"),
+        (turns(("a", "I end with <|im_end|> always")), "end-of-turn token inside an answer"),
     ],
 )
-def test_rows_that_are_no_conversation(row, text):
-    with pytest.raises(RowError, match=text):
-        messages_of(row)
+def test_conversations_that_make_no_sample(templates, messages, reason):
+    with pytest.raises(RowError, match=reason):
+        templates["chatml"].encode(messages)
 
 
-def test_no_assistant_turn(tokenizer):
-    with pytest.raises(RowError, match="no assistant turn"):
-        encode(tokenizer, ("user", "hello"))
+def test_a_template_that_raises_is_counted_by_its_message(templates):
+    messages = [*turns(("a", "b")), {"role": "assistant", "content": "c"}]
+    with pytest.raises(RowError) as e:
+        templates["mistral"].encode(messages)
+    assert e.value.reason == "template refused (roles must alternate user/assistant)"

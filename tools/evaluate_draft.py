@@ -54,8 +54,8 @@ def main() -> None:
     model = verifier.load_verifier(args.model_path)
     draft = Path(args.draft)
     serving.check_draft(draft, model)
-    files = [Path(p) for p in args.prompts]
-    local = [f for f in files if rows.is_local(f)]
+    sources = rows.parse_sources(args.prompts, args.max_samples)
+    local = [f for s in sources for f in s.files]
     artifacts.check_apart(out, args.model_path, draft, *local)
     settings = {
         "num_speculative_tokens": args.num_speculative_tokens,
@@ -67,7 +67,7 @@ def main() -> None:
         "engine_args": args.engine_args,
     }
     inputs = {
-        "prompts": rows.digest(files),
+        "prompts": rows.digest(sources),
         "draft": artifacts.sha256_file(draft / "model.safetensors"),
         "draft_config": artifacts.sha256_file(draft / "config.json"),
         "verifier": verifier.fingerprint(model),
@@ -83,10 +83,15 @@ def main() -> None:
         progress.log((out / "table.txt").read_text(encoding="utf-8").rstrip())
         progress.log(f"evaluate: {out} is complete (--overwrite makes it again)")
         return
-    found = list(rows.read_rows(files, args.max_samples))
-    load = functools.partial(chat.load_tokenizer, args.model_path, args.trust_remote_code)
+    found = list(rows.read_rows(sources, args.max_samples))
+
+    @functools.cache
+    def template():
+        tokenizer = chat.load_tokenizer(args.model_path, args.trust_remote_code)
+        return chat.Template(tokenizer, model.end_ids)
+
     longest = min(args.max_seq_len, (model.max_positions or 2**31) - 1) - args.max_new_tokens
-    asked, _ = prompts.load_prompts(found, functools.cache(load), model.vocab_size, longest)
+    asked, _ = prompts.load_prompts(found, template, model.vocab_size, longest)
     if args.dry_run:
         progress.log(f"evaluate: dry run, {draft} fits the verifier; {len(asked)} prompts")
         return

@@ -55,8 +55,8 @@ def main() -> None:
     from common import chat, prompts, rows, samples, verifier
 
     model = verifier.load_verifier(args.model_path)
-    files = [Path(p) for p in args.prompts]
-    artifacts.check_apart(out, args.model_path, *(f for f in files if rows.is_local(f)))
+    sources = rows.parse_sources(args.prompts, args.max_samples)
+    artifacts.check_apart(out, args.model_path, *(f for s in sources for f in s.files))
     settings = {
         "max_new_tokens": args.max_new_tokens,
         "temperature": args.temperature,
@@ -72,7 +72,7 @@ def main() -> None:
     if args.answers_per_prompt > 1 and args.temperature == 0:
         raise cli.UserError("--answers-per-prompt over 1 needs --temperature over 0")
     inputs = {
-        "prompts": rows.digest(files),
+        "prompts": rows.digest(sources),
         "verifier": verifier.fingerprint(model),
         "verifier_weights": verifier.weights_fingerprint(model),
     }
@@ -80,15 +80,16 @@ def main() -> None:
     if state == "complete":
         progress.log(f"regenerate: {out} is complete (--overwrite makes it again)")
         return
-    found = list(rows.read_rows(files, args.max_samples))
+    found = list(rows.read_rows(sources, args.max_samples))
 
     @functools.cache
-    def tokenizer():
-        return chat.load_tokenizer(args.model_path, args.trust_remote_code)
+    def template():
+        tokenizer = chat.load_tokenizer(args.model_path, args.trust_remote_code)
+        return chat.Template(tokenizer, model.end_ids)
 
     longest = min(args.max_seq_len, (model.max_positions or 2**31) - 1) - args.max_new_tokens
     usable, skipped = prompts.load_prompts(
-        found, tokenizer, model.vocab_size, longest, args.skip_bad_rows
+        found, template, model.vocab_size, longest, args.skip_bad_rows
     )
     count = args.answers_per_prompt
     asked = {
@@ -117,7 +118,7 @@ def main() -> None:
             artifacts.write_json(out / artifacts.REPORT, report({}, None, 0))
 
     if len(done) < len(asked):
-        ask(args, model, tokenizer, asked, done, answers, begin)
+        ask(args, model, template, asked, done, answers, begin)
     tokens = sum(done.values())
 
     # ---------------------------------------------------------------- report
@@ -136,7 +137,7 @@ def main() -> None:
     )
 
 
-def ask(args, model, tokenizer, asked, done, answers: Path, begin) -> None:
+def ask(args, model, template, asked, done, answers: Path, begin) -> None:
     """Let vLLM answer what `done` lacks, adding each answer to it and to the file."""
     from common import engine
 
@@ -174,7 +175,7 @@ def ask(args, model, tokenizer, asked, done, answers: Path, begin) -> None:
                 for output in llm.llm_engine.step():
                     if not output.finished:
                         continue
-                    line = answer_line(output, asked[output.request_id], tokenizer)
+                    line = answer_line(output, asked[output.request_id], template)
                     f.write(json.dumps(line) + "\n")
                     f.flush()
                     done[line["id"]] = sum(line["loss_mask"])
@@ -184,7 +185,7 @@ def ask(args, model, tokenizer, asked, done, answers: Path, begin) -> None:
         raise cli.Interrupted(stopper.code, f"{len(done)} answers are in {answers}; run again")
 
 
-def answer_line(output, prompt, tokenizer) -> dict:
+def answer_line(output, prompt, template) -> dict:
     """The line of a finished request: its messages with the answer, and the exact ids."""
     answer = list(output.outputs[0].token_ids)
     line = {
@@ -194,7 +195,7 @@ def answer_line(output, prompt, tokenizer) -> dict:
         "finish_reason": output.outputs[0].finish_reason,
     }
     if prompt.messages:
-        text = tokenizer().decode(answer, skip_special_tokens=True)
+        text = template().tokenizer.decode(answer, skip_special_tokens=True)
         line["messages"] = [*prompt.messages, {"role": "assistant", "content": text}]
     return line
 

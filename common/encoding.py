@@ -1,0 +1,224 @@
+"""Rows → tokenized samples, on all cores, in the rows' order and constant memory."""
+
+import hashlib
+import itertools
+import json
+import multiprocessing
+import os
+import signal
+import sys
+from collections import Counter, deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from typing import Any
+
+from common.chat import Encoded, Template, load_tokenizer
+from common.cli import UserError
+from common.conversations import RowError, messages_of, tools_of
+from common.rows import Row
+from common.samples import SEPARATOR, check_sample
+
+# Rows that a worker is handed at once: enough to hide the hand-over, few enough to fill all.
+CHUNK = 64
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How rows become samples; everything that decides the ids but the tokenizer's files.
+
+    long: what becomes of a sample of more than `longest` tokens: cut, drop or split.
+    """
+
+    model_path: str
+    trust_remote_code: bool
+    vocab_size: int
+    end_ids: tuple[int, ...]
+    longest: int
+    long: str = "cut"
+    template_args: dict[str, Any] = field(default_factory=dict)
+    keep_unfinished: bool = False
+    skip_bad_rows: bool = False
+
+
+@dataclass(frozen=True)
+class Made:
+    """A row's samples, as written, and what befell it, to be counted."""
+
+    samples: list[dict[str, Any]]
+    fates: Counter[str]
+
+
+class RowEncoder:
+    """Turns rows into samples; the tokenizer is loaded at the first chat row, for tokenized rows
+    need none."""
+
+    def __init__(self, rules: Rules):
+        self.rules = rules
+        self._template: Template | None = None
+
+    @property
+    def template(self) -> Template:
+        if self._template is None:
+            tokenizer = load_tokenizer(self.rules.model_path, self.rules.trust_remote_code)
+            self._template = Template(tokenizer, self.rules.end_ids, self.rules.template_args)
+        return self._template
+
+    def encode(self, row: Row) -> Made:
+        """UserError for a row that is no conversation, unless bad rows are skipped."""
+        fates: Counter[str] = Counter(rows=1)
+        try:
+            samples = self._encode(row, fates)
+        except RowError as e:
+            fates[f"dropped: {e.reason}"] += 1
+            if e.malformed and not self.rules.skip_bad_rows:
+                raise UserError(
+                    f"{row.where}: {e}; mend the row, or pass --skip-bad-rows"
+                ) from None
+            return Made([], fates)
+        except UserError:  # a broken tokenized row
+            if not self.rules.skip_bad_rows:
+                raise
+            fates["dropped: broken tokenized row"] += 1
+            return Made([], fates)
+        return Made(samples, fates)
+
+    def _encode(self, row: Row, fates: Counter[str]) -> list[dict[str, Any]]:
+        value, rules = row.value, self.rules
+        if value.get("finish_reason") == "length" and not rules.keep_unfinished:
+            fates["dropped: answer cut by the length limit"] += 1
+            return []
+        if "input_ids" in value or "loss_mask" in value:
+            ids, mask = check_sample(value, row.where, rules.vocab_size)
+            encoded = [Encoded(ids.tolist(), mask.astype(int).tolist())]
+            known: Any = encoded[0].input_ids
+        else:
+            messages = known = messages_of(value, row.form)
+            encoded = self.template.encode(messages, tools_of(value))
+        # the same conversation has the same name, wherever it stands
+        name = value.get("id")
+        name = conversation_name(known) if name is None else str(name)
+        samples = []
+        for one in encoded:
+            fates.update(one.notes)
+            samples += self._fit(one, fates)
+        several = len(samples) > 1
+        return [
+            {"id": f"{name}{SEPARATOR}{k}" if several else name, **sample}
+            for k, sample in enumerate(samples)
+        ]
+
+    def _fit(self, one: Encoded, fates: Counter[str]) -> list[dict[str, Any]]:
+        """The sample within the length limit, as none, one or several."""
+        rules, size = self.rules, len(one.input_ids)
+        if size > rules.longest:
+            fates[f"long: {rules.long}"] += 1
+        if size > rules.longest and rules.long == "drop":
+            return []
+        ends = range(0, size, rules.longest) if rules.long == "split" else [0]
+        samples = []
+        for start in ends:
+            part = slice(start, start + rules.longest)
+            ids, mask = one.input_ids[part], one.loss_mask[part]
+            if not any(mask):
+                fates["dropped: no loss tokens"] += 1
+                continue
+            if mask[-1] and ids[-1] not in rules.end_ids:
+                fates["note: answers without an end-of-turn token"] += 1
+            samples.append({"input_ids": ids, "loss_mask": mask})
+        return samples
+
+
+def conversation_name(content: Any) -> str:
+    """Name of a conversation without an id, by its content."""
+    text = json.dumps(content, sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+# ---------------------------------------------------------------- on all cores
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Samples of some rows: lines as written, their content hashes and counts of tokens."""
+
+    lines: list[str]
+    hashes: list[bytes]
+    tokens: list[tuple[int, int]]  # all, with loss
+    fates: Counter[str]
+
+
+_encoder: RowEncoder
+
+
+def start_worker(rules: Rules) -> None:
+    global _encoder
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process ends the workers
+    _encoder = RowEncoder(rules)
+
+
+def encode_chunk(rows: list[Row]) -> Chunk:
+    return chunk_of(_encoder, rows)
+
+
+def chunk_of(encoder: RowEncoder, rows: list[Row]) -> Chunk:
+    chunk = Chunk([], [], [], Counter())
+    for row in rows:
+        made = encoder.encode(row)
+        chunk.fates.update(made.fates)
+        for sample in made.samples:
+            ids, mask = sample["input_ids"], sample["loss_mask"]
+            chunk.lines.append(json.dumps(sample) + "\n")
+            content = json.dumps([ids, mask]).encode()
+            chunk.hashes.append(hashlib.blake2b(content, digest_size=16).digest())
+            chunk.tokens.append((len(ids), sum(mask)))
+    return chunk
+
+
+def encode_rows(rules: Rules, rows: Iterator[Row], workers: int) -> Iterator[Chunk]:
+    """Encode rows on several processes; chunks come in the rows' order, at most a few a worker
+    are under way."""
+    chunks = iter(lambda: list(itertools.islice(rows, CHUNK)), [])
+    first = next(chunks, [])
+    chunks = itertools.chain([first], chunks)
+    if workers == 1 or len(first) < CHUNK:
+        encoder = RowEncoder(rules)
+        for chunk in chunks:
+            yield chunk_of(encoder, chunk)
+        return
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    context = multiprocessing.get_context("forkserver")
+    pool = ProcessPoolExecutor(workers, context, start_worker, (rules,))
+    try:
+        under_way: deque[Future[Chunk]] = deque()
+        for chunk in chunks:
+            under_way.append(pool.submit(encode_chunk, chunk))
+            if len(under_way) >= 3 * workers:
+                yield under_way.popleft().result()
+        while under_way:
+            yield under_way.popleft().result()
+    except BrokenProcessPool:
+        raise UserError(
+            "a worker process died (out of memory?); run again, with fewer --workers"
+        ) from None
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+# ---------------------------------------------------------------- for a person's eyes
+
+
+def show(rules: Rules, rows: Iterator[Row], count: int) -> None:
+    """Print the first samples decoded: loss tokens coloured on a terminal, elsewhere within
+    guillemets."""
+    encoder = RowEncoder(rules)
+    before, after = ("\x1b[32m", "\x1b[0m") if sys.stdout.isatty() else ("«", "»")
+    shown = (s for row in rows for s in encoder.encode(row).samples)
+    for sample in itertools.islice(shown, count):
+        text = f"--- {sample['id']}: {len(sample['input_ids'])} tokens\n"
+        pairs = zip(sample["input_ids"], sample["loss_mask"], strict=True)
+        for loss, run in itertools.groupby(pairs, key=lambda x: x[1]):
+            part = encoder.template.tokenizer.decode([token for token, _ in run])
+            text += f"{before}{part}{after}" if loss else part
+        print(text)
