@@ -131,7 +131,7 @@ def message_of(n: int, turn: Any) -> dict[str, Any]:
         content = "".join(p["text"] for p in content)
     if not isinstance(content, str):
         raise bad_row("malformed turn", f"turn {n} has no text content")
-    message = {"role": ROLES[name], "content": content}
+    message: dict[str, Any] = {"role": ROLES[name], "content": content}
     reasoning = next((turn[k] for k in REASONING if isinstance(turn.get(k), str) and turn[k]), None)
     if reasoning:
         message["reasoning_content"] = reasoning

@@ -116,7 +116,9 @@ def digest(sources: list[Source]) -> str:
     """Identity of the sources: the content of local files, the name of hub data sets, options."""
     found = []
     for s in sources:
-        place = [sha256_file(f) for f in s.files] or [s.name, s.config, s.split, s.revision]
+        place: list[str | None] = [s.name, s.config, s.split, s.revision]
+        if s.files:
+            place = [sha256_file(f) for f in s.files]
         found.append([place, s.weight, s.form])
     return sha256_json(found)
 
@@ -134,14 +136,15 @@ def read_rows(sources: list[Source], max_rows: int | None = None) -> Iterator[Ro
 
 def mix(sources: list[Source]) -> Iterator[Row]:
     """Rows of all sources in turns by weight, the same on every run; one that ends drops out."""
-    left = [[0.0, s.weight or 1.0, source_rows(s)] for s in sources]
-    while left:
-        due: Any = min(left, key=lambda x: x[0] / x[1])
-        row = next(due[2], None)
+    streams = [source_rows(s) for s in sources]
+    given = dict.fromkeys(range(len(sources)), 0)
+    while given:
+        due = min(given, key=lambda n: given[n] / (sources[n].weight or 1))
+        row = next(streams[due], None)
         if row is None:
-            left.remove(due)
+            del given[due]
         else:
-            due[0] += 1
+            given[due] += 1
             yield row
 
 

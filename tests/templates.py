@@ -27,8 +27,8 @@ class Case:
 CHATML = Case(
     """{% if messages[0].role != 'system' %}<|im_start|>system
 Be kind.<|im_end|>
-{% endif %}{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}\
-{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}""",
+{% endif %}{% for m in messages %}\
+{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}""",
     ("<|im_start|>", "<|im_end|>"),
     ("<|im_end|>",),
     lambda content, _: content + "<|im_end|>",
@@ -46,8 +46,9 @@ MARKED = Case(
 # today's date in a default system prompt; strict alternation, told by an error; no generation
 # prompt at all
 MISTRAL = Case(
-    """{{ '<s>' }}{% if messages[0].role == 'system' %}{% set rest = messages[1:] %}\
-{{ '[SYSTEM_PROMPT]' + messages[0].content + '[/SYSTEM_PROMPT]' }}{% else %}{% set rest = messages %}\
+    """{{ '<s>' }}{% set rest = messages %}{% if messages[0].role == 'system' %}\
+{% set rest = messages[1:] %}{{ '[SYSTEM_PROMPT]' + messages[0].content + '[/SYSTEM_PROMPT]' }}\
+{% else %}\
 {{ '[SYSTEM_PROMPT]Today is ' + strftime_now('%Y-%m-%d') + '.[/SYSTEM_PROMPT]' }}{% endif %}\
 {% for m in rest %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}\
 {{ raise_exception('roles must alternate user/assistant') }}{% endif %}{% if m.role == 'user' %}\
@@ -86,8 +87,10 @@ m.tool_calls %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}{% for m in
 MINIMAX_M2 = Case(
     """{% set ns = namespace(user=-1) %}{% for m in messages %}{% if m.role == 'user' %}\
 {% set ns.user = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}\
-{% if m.role == 'assistant' %}{{ ']~b]ai\\n' }}{% if m.reasoning_content and loop.index0 > ns.user %}\
-{{ '<think>\\n' + m.reasoning_content + '\\n</think>\\n\\n' }}{% endif %}{{ m.content + '[e~[\\n' }}\
+{% if m.role == 'assistant' %}{{ ']~b]ai\\n' }}\
+{% if m.reasoning_content and loop.index0 > ns.user %}\
+{{ '<think>\\n' + m.reasoning_content + '\\n</think>\\n\\n' }}{% endif %}\
+{{ m.content + '[e~[\\n' }}\
 {% else %}{{ ']~b]' + m.role + '\\n' + m.content + '[e~[\\n' }}{% endif %}{% endfor %}\
 {% if add_generation_prompt %}{{ ']~b]ai\\n<think>\\n' }}{% endif %}""",
     ("]~b]", "[e~[", "<think>", "</think>"),
@@ -100,7 +103,8 @@ MINIMAX_M2 = Case(
 # no end-of-turn token, the next role's token ends a turn; content trimmed and re-spaced;
 # reasoning only after the last user turn
 GLM = Case(
-    """[gMASK]<sop>{% set ns = namespace(user=-1) %}{% for m in messages %}{% if m.role == 'user' %}\
+    """[gMASK]<sop>{% set ns = namespace(user=-1) %}{% for m in messages %}\
+{% if m.role == 'user' %}\
 {% set ns.user = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}\
 {% if m.role == 'assistant' %}{{ '<|assistant|>' }}{% if loop.index0 > ns.user and \
 m.reasoning_content %}{{ '\\n<think>' + m.reasoning_content.strip() + '</think>' }}{% else %}\
