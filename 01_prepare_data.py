@@ -112,9 +112,9 @@ def main() -> None:
         return
     counts: Counter[str] = Counter()
     if args.dry_run:
-        for chunk in encoding.encode_rows(rules, rows.read_rows(sources, 100), 1):
-            counts.update(chunk.fates)
-            counts["samples"] += len(chunk.lines)
+        for made in encoding.encode_rows(rules, rows.read_rows(sources, 100), 1):
+            counts.update(made.fates)
+            counts["samples"] += len(made.lines)
         progress.log(
             f"prepare: dry run, the first {counts['rows']} rows become {counts['samples']} samples"
             f"{fates(counts)}; nothing was written"
@@ -124,27 +124,16 @@ def main() -> None:
 
     # ---------------------------------------------------------------- work
     workers = args.workers or len(os.sched_getaffinity(0))
-    seen: set[bytes] = set()
     bar = progress.Progress("prepare", args.max_samples or 0, "samples")
     with artifacts.atomic_file(out / samples.FILE, "w") as f:
-        for chunk in encoding.encode_rows(rules, rows.read_rows(sources), workers):
-            counts.update(chunk.fates)
-            for line, content, (tokens, loss) in zip(
-                chunk.lines, chunk.hashes, chunk.tokens, strict=True
-            ):
-                if content in seen:
-                    counts["dropped: the same as an earlier sample"] += 1
-                    continue
-                if args.max_samples and counts["samples"] == args.max_samples:
-                    break
-                seen.add(content)
-                f.write(line)
-                counts.update(samples=1, tokens=tokens, loss_tokens=loss)
-                bar.add(1)
-            if args.max_samples and counts["samples"] == args.max_samples:
+        for line in encoded(encoding.encode_rows(rules, rows.read_rows(sources), workers), counts):
+            f.write(line.text)
+            counts.update(samples=1, tokens=line.tokens, loss_tokens=line.loss_tokens)
+            bar.add(1)
+            if counts["samples"] == args.max_samples:
                 break
         if not counts["samples"]:
-            raise cli.UserError(f"{sources[0].name}: not one usable sample{fates(counts)}")
+            raise cli.UserError(no_sample(sources[0].name, counts))
         if args.overwrite:  # now that every row was good
             artifacts.empty_output(out, Path(f.name).name)
     bar.close()
@@ -164,6 +153,28 @@ def main() -> None:
         f" tokens, {share:.0f}% with loss{fates(counts) or '; nothing cut or dropped'};"
         f" {progress.duration(seconds)} -> {out}"
     )
+
+
+def encoded(rows, counts: Counter[str]):
+    """Yield the samples of encoded rows, each once; counts what becomes of rows and samples."""
+    seen: set[bytes] = set()
+    for made in rows:
+        counts.update(made.fates)
+        for line in made.lines:
+            if line.content in seen:
+                counts["dropped: the same as an earlier sample"] += 1
+                continue
+            seen.add(line.content)
+            yield line
+
+
+def no_sample(name: str, counts: Counter[str]) -> str:
+    if counts["dropped: no assistant turn"] == counts["rows"]:
+        return (
+            f"{name}: its rows are prompts without an answer; let the verifier answer them first,"
+            " with tools/regenerate_responses.py"
+        )
+    return f"{name}: not one usable sample{fates(counts)}"
 
 
 def fates(counts: Counter[str]) -> str:

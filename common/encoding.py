@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from common.chat import Encoded, Template, load_tokenizer
 from common.cli import UserError
@@ -22,6 +22,8 @@ from common.samples import SEPARATOR, check_sample
 
 # Rows that a worker is handed at once: enough to hide the hand-over, few enough to fill all.
 CHUNK = 64
+# Fewer rows than this are encoded sooner than other processes are ready.
+FEW = 1024
 
 
 @dataclass(frozen=True)
@@ -42,11 +44,20 @@ class Rules:
     skip_bad_rows: bool = False
 
 
+class Line(NamedTuple):
+    """A sample as written, the hash of its ids and mask, its tokens, and those with loss."""
+
+    text: str
+    content: bytes
+    tokens: int
+    loss_tokens: int
+
+
 @dataclass(frozen=True)
 class Made:
-    """A row's samples, as written, and what befell it, to be counted."""
+    """A row's samples, and what befell it, to be counted."""
 
-    samples: list[dict[str, Any]]
+    lines: list[Line]
     fates: Counter[str]
 
 
@@ -82,7 +93,7 @@ class RowEncoder:
                 raise
             fates["dropped: broken tokenized row"] += 1
             return Made([], fates)
-        return Made(samples, fates)
+        return Made([line_of(sample) for sample in samples], fates)
 
     def _encode(self, row: Row, fates: Counter[str]) -> list[dict[str, Any]]:
         value, rules = row.value, self.rules
@@ -130,6 +141,12 @@ class RowEncoder:
         return samples
 
 
+def line_of(sample: dict[str, Any]) -> Line:
+    ids, mask = sample["input_ids"], sample["loss_mask"]
+    content = hashlib.blake2b(json.dumps([ids, mask]).encode(), digest_size=16).digest()
+    return Line(json.dumps(sample) + "\n", content, len(ids), sum(mask))
+
+
 def conversation_name(content: Any) -> str:
     """Name of a conversation without an id, by its content."""
     text = json.dumps(content, sort_keys=True, ensure_ascii=False)
@@ -137,16 +154,6 @@ def conversation_name(content: Any) -> str:
 
 
 # ---------------------------------------------------------------- on all cores
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Samples of some rows: lines as written, their content hashes and counts of tokens."""
-
-    lines: list[str]
-    hashes: list[bytes]
-    tokens: list[tuple[int, int]]  # all, with loss
-    fates: Counter[str]
 
 
 _encoder: RowEncoder
@@ -158,46 +165,30 @@ def start_worker(rules: Rules) -> None:
     _encoder = RowEncoder(rules)
 
 
-def encode_chunk(rows: list[Row]) -> Chunk:
-    return chunk_of(_encoder, rows)
+def encode_chunk(rows: list[Row]) -> list[Made]:
+    return [_encoder.encode(row) for row in rows]
 
 
-def chunk_of(encoder: RowEncoder, rows: list[Row]) -> Chunk:
-    chunk = Chunk([], [], [], Counter())
-    for row in rows:
-        made = encoder.encode(row)
-        chunk.fates.update(made.fates)
-        for sample in made.samples:
-            ids, mask = sample["input_ids"], sample["loss_mask"]
-            chunk.lines.append(json.dumps(sample) + "\n")
-            content = json.dumps([ids, mask]).encode()
-            chunk.hashes.append(hashlib.blake2b(content, digest_size=16).digest())
-            chunk.tokens.append((len(ids), sum(mask)))
-    return chunk
-
-
-def encode_rows(rules: Rules, rows: Iterator[Row], workers: int) -> Iterator[Chunk]:
-    """Encode rows on several processes; chunks come in the rows' order, at most a few a worker
+def encode_rows(rules: Rules, rows: Iterator[Row], workers: int) -> Iterator[Made]:
+    """Encode rows on several processes, in their order; at most a few chunks of them a worker
     are under way."""
-    chunks = iter(lambda: list(itertools.islice(rows, CHUNK)), [])
-    first = next(chunks, [])
-    chunks = itertools.chain([first], chunks)
-    if workers == 1 or len(first) < CHUNK:
-        encoder = RowEncoder(rules)
-        for chunk in chunks:
-            yield chunk_of(encoder, chunk)
+    first = list(itertools.islice(rows, FEW))
+    rows = itertools.chain(first, rows)
+    if workers == 1 or len(first) < FEW:
+        yield from map(RowEncoder(rules).encode, rows)
         return
+    chunks = iter(lambda: list(itertools.islice(rows, CHUNK)), [])
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     context = multiprocessing.get_context("forkserver")
     pool = ProcessPoolExecutor(workers, context, start_worker, (rules,))
     try:
-        under_way: deque[Future[Chunk]] = deque()
+        under_way: deque[Future[list[Made]]] = deque()
         for chunk in chunks:
             under_way.append(pool.submit(encode_chunk, chunk))
             if len(under_way) >= 3 * workers:
-                yield under_way.popleft().result()
+                yield from under_way.popleft().result()
         while under_way:
-            yield under_way.popleft().result()
+            yield from under_way.popleft().result()
     except BrokenProcessPool:
         raise UserError(
             "a worker process died (out of memory?); run again, with fewer --workers"
@@ -214,8 +205,9 @@ def show(rules: Rules, rows: Iterator[Row], count: int) -> None:
     guillemets."""
     encoder = RowEncoder(rules)
     before, after = ("\x1b[32m", "\x1b[0m") if sys.stdout.isatty() else ("«", "»")
-    shown = (s for row in rows for s in encoder.encode(row).samples)
-    for sample in itertools.islice(shown, count):
+    shown = (line for row in rows for line in encoder.encode(row).lines)
+    for line in itertools.islice(shown, count):
+        sample = json.loads(line.text)
         text = f"--- {sample['id']}: {len(sample['input_ids'])} tokens\n"
         pairs = zip(sample["input_ids"], sample["loss_mask"], strict=True)
         for loss, run in itertools.groupby(pairs, key=lambda x: x[1]):

@@ -28,7 +28,8 @@ CHATML = Case(
     """{% if messages[0].role != 'system' %}<|im_start|>system
 Be kind.<|im_end|>
 {% endif %}{% for m in messages %}\
-{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}""",
+{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}\
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}""",
     ("<|im_start|>", "<|im_end|>"),
     ("<|im_end|>",),
     lambda content, _: content + "<|im_end|>",

@@ -31,7 +31,10 @@ def fails(result, *texts: str, folder=None) -> None:
         ("", ["d.jsonl: holds no rows"]),
         (json.dumps(CHAT) + '\n{"id": 3,\n', ["d.jsonl:2: not JSON"]),
         ("[1, 2]\n", ["d.jsonl:1: expected an object"]),
-        (json.dumps({"messages": CHAT["messages"][:1]}), ["d.jsonl:1: no assistant turn"]),
+        (
+            json.dumps({"messages": CHAT["messages"][:1]}),
+            ["d.jsonl: its rows are prompts without an answer"],
+        ),
         (
             json.dumps({"messages": [{"role": "usr", "content": "x"}]}),
             ["d.jsonl:1: unknown role", "'usr'", "did you mean user"],
@@ -136,7 +139,8 @@ def test_a_damaged_state_says_what_to_do(tiny_stages, tmp_path):
 
 
 def test_prepare_counts_bad_rows_when_asked(smollm2, tmp_path):
-    rows = [CHAT, {"messages": CHAT["messages"][:1]}, CHAT, {"messages": [{"role": "x"}]}]
+    other = {"messages": [*CHAT["messages"], *CHAT["messages"]]}
+    rows = [CHAT, {"messages": CHAT["messages"][:1]}, other, {"messages": [{"role": "x"}]}]
     data = write_jsonl(tmp_path / "d.jsonl", rows)
     out = tmp_path / "out"
     must(script("01_prepare_data.py", "--model-path", smollm2, "--dataset", data,

@@ -139,7 +139,7 @@ CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 
 def test_tool_calls_are_part_of_the_answer(templates):
     """Kimi-K2 keeps the reasoning of turns after the last answer without calls."""
-    messages = [
+    messages: list[dict] = [
         {"role": "user", "content": "1+1?"},
         {"role": "assistant", "content": "", "reasoning_content": "use it", "tool_calls": [CALL]},
         {"role": "tool", "name": "add", "tool_call_id": "add:0", "content": "2"},

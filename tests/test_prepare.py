@@ -1,0 +1,225 @@
+"""Stage 1: the forms of its input, its limits, its processes."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from common.conversations import FORMS, RowError, form_of, messages_of, tools_of
+from common.rows import parse_sources, read_rows
+from tests.conftest import last_line, must, script, write_jsonl
+
+SHARED = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello!"}]
+TALK = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]
+
+
+@pytest.mark.parametrize(
+    ("form", "row"),
+    [
+        ("messages", {"messages": TALK}),
+        ("messages", {"messages": [TALK[0], {"role": "model", "content": [{"text": "Hello!"}]}]}),
+        ("conversations", {"conversations": SHARED}),
+        ("alpaca", {"instruction": "Hi", "input": "", "output": "Hello!"}),
+        ("alpaca", {"instruction": "Hi", "response": "Hello!"}),
+        ("pair", {"prompt": "Hi", "response": "Hello!"}),
+        ("pair", {"prompt": TALK[:1], "completion": TALK[1:]}),
+    ],
+)  # fmt: skip
+def test_forms_of_one_conversation(form, row):
+    assert form_of(row) == form
+    assert form in FORMS
+    assert messages_of(row) == TALK
+    assert messages_of(row, form) == TALK
+
+
+def test_what_stands_beside_a_conversation():
+    call = {"name": "add", "arguments": '{"a": 1}'}
+    row = {
+        "system": "Be brief.",
+        "tools": '[{"type": "function"}]',
+        "conversations": [
+            {"from": "human", "value": "1+1?"},
+            {"from": "function_call", "value": json.dumps(call)},
+            {"from": "observation", "value": "2"},
+            {"role": "assistant", "content": "Two.", "reasoning": "so", "tool_calls": None},
+        ],
+    }
+    system, _, called, tool, answer = messages_of(row)
+    assert system == {"role": "system", "content": "Be brief."}
+    assert called["tool_calls"] == [
+        {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    ]
+    assert tool == {"role": "tool", "content": "2"}
+    assert answer == {"role": "assistant", "content": "Two.", "reasoning_content": "so"}
+    assert tools_of(row) == [{"type": "function"}]
+    assert messages_of({"instruction": "Add", "input": "1, 1", "output": "2"})[0] == {
+        "role": "user",
+        "content": "Add\n\n1, 1",
+    }
+
+
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        ({"messages": [{"role": "narrator", "content": "x"}]}, "unknown role: turn 0 has role 'na"),
+        ({"messages": [{"role": "user"}]}, "turn 0 has no text content"),
+        ({"messages": []}, "empty conversation"),
+        ({"messages": "Hi"}, "messages is not a list"),
+        ({"text": "x"}, "needs messages, conversations, .* has text"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": 1}]}]}, "without a name"),
+        ({"messages": TALK, "tools": "{"}, "tools: not JSON"),
+    ],
+)
+def test_rows_that_are_no_conversation(row, text):
+    with pytest.raises(RowError, match=text) as e:
+        [messages_of(row), tools_of(row)]
+    assert e.value.malformed
+
+
+def rows_of(*texts, max_samples=None):
+    return [r.value["n"] for r in read_rows(parse_sources(list(map(str, texts)), max_samples))]
+
+
+def test_files_folders_and_packings(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [{"n": n} for n in range(5)]
+    plain = write_jsonl(tmp_path / "a" / "1.jsonl", rows)
+    (tmp_path / "a" / "2.jsonl.gz").write_bytes(gzip.compress(plain.read_bytes()))
+    packed = pyarrow.compress(plain.read_bytes(), codec="zstd", asbytes=True)
+    (tmp_path / "a" / "3.jsonl.zst").write_bytes(packed)
+    (tmp_path / "a" / "4.json").write_text(json.dumps(rows))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a" / "5.parquet")
+    (tmp_path / "a" / "notes.txt").write_text("not data")
+    assert rows_of(tmp_path / "a") == list(range(5)) * 5
+    for name in ("2.jsonl.gz", "3.jsonl.zst"):
+        path = tmp_path / "a" / name
+        path.write_bytes(path.read_bytes()[:-6])
+        with pytest.raises(Exception, match=f"{name}.*(unpacked|mend)"):
+            rows_of(path)
+
+
+def test_sources_mix_by_weight(tmp_path):
+    a = write_jsonl(tmp_path / "a.jsonl", [{"n": n} for n in range(100)])
+    b = write_jsonl(tmp_path / "b.jsonl", [{"n": 1000 + n} for n in range(4)])
+    mixed = rows_of(f"{a},weight=3", f"{b},weight=1", max_samples=8)
+    assert sorted(mixed[:8]) == [*range(6), 1000, 1001]
+    assert sorted(mixed) == [*range(100), *range(1000, 1004)]
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("x.jsonl", "x.jsonl: no such file"),
+        ("a.jsonl,wieght=2", "unknown option 'wieght=2'; did you mean weight"),
+        ("a.jsonl,weight=-1", "weight is a number over 0"),
+        ("a.jsonl,form=chat", "form is one of messages"),
+        ("a.jsonl,weight=1", "weights share out --max-samples"),
+        (".", "no .jsonl, .json, .parquet in this folder"),
+    ],
+)
+def test_sources_that_are_none(tmp_path, monkeypatch, text, error):
+    monkeypatch.chdir(tmp_path)
+    if text.startswith("a"):
+        write_jsonl(tmp_path / "a.jsonl", [{"n": 1}])
+    with pytest.raises(Exception, match=error):
+        parse_sources([text], None)
+
+
+# ---------------------------------------------------------------- the script
+
+
+def prepare(smollm2, data: Path, out: Path, *more):
+    args = ["--model-path", smollm2, "--dataset", data, "--output-dir", out, *more]
+    return must(script("01_prepare_data.py", *args))
+
+
+def samples(out: Path) -> list[dict]:
+    return [json.loads(x) for x in (out / "tokenized_data.jsonl").read_text().splitlines()]
+
+
+def talk(n: int, words: int = 30) -> dict:
+    """Three turns of about `words` tokens."""
+    turn = f"number {n} " + "word " * (words - 4)
+    pair = [{"role": "user", "content": turn}, {"role": "assistant", "content": turn}]
+    return {"messages": pair * 3}
+
+
+def test_long_samples_are_cut_dropped_or_split(smollm2, tmp_path):
+    data = write_jsonl(tmp_path / "d.jsonl", [talk(0), talk(1, 8)])
+    sizes = {}
+    for long in ("cut", "drop", "split"):
+        out = tmp_path / long
+        result = prepare(smollm2, data, out, "--max-seq-len", 150, "--long", long)
+        assert f"long: {long} 1" in last_line(result)
+        found = samples(out)
+        assert all(any(s["loss_mask"]) and len(s["input_ids"]) <= 150 for s in found)
+        sizes[long] = [len(s["input_ids"]) for s in found]
+    whole = samples_of_all(smollm2, data, tmp_path)
+    assert sizes["cut"] == [150, len(whole[1]["input_ids"])]
+    assert sizes["drop"] == sizes["cut"][1:]
+    parts = samples(tmp_path / "split")[:-1]
+    assert [i for s in parts for i in s["input_ids"]] == whole[0]["input_ids"]
+    name = whole[0]["id"]
+    assert [s["id"] for s in parts] == [f"{name}##{k}" for k in range(len(parts))]
+
+
+def samples_of_all(smollm2, data, tmp_path):
+    prepare(smollm2, data, tmp_path / "whole")
+    return samples(tmp_path / "whole")
+
+
+def test_names_follow_the_content_and_the_same_sample_is_taken_once(smollm2, tmp_path):
+    """So that the held-out split stays as it is when data grow or move."""
+    first = write_jsonl(tmp_path / "a.jsonl", [talk(n) for n in range(3)])
+    grown = write_jsonl(tmp_path / "b.jsonl", [talk(n) for n in (7, 1, 0, 2, 1)])
+    prepare(smollm2, first, tmp_path / "a")
+    result = prepare(smollm2, grown, tmp_path / "b")
+    assert "dropped: the same as an earlier sample 1" in last_line(result)
+    names = {tuple(s["input_ids"]): s["id"] for s in samples(tmp_path / "a")}
+    again = {tuple(s["input_ids"]): s["id"] for s in samples(tmp_path / "b")}
+    assert len(again) == 4
+    assert names.items() <= again.items()
+
+
+def test_answers_that_the_length_limit_cut_are_left_out(smollm2, tmp_path):
+    row = {"input_ids": [1, 5, 6, 7], "loss_mask": [0, 0, 1, 1]}
+    data = write_jsonl(
+        tmp_path / "d.jsonl",
+        [row | {"id": "a", "finish_reason": "length"}, row | {"id": "b", "finish_reason": "stop"}],
+    )
+    result = prepare(smollm2, data, tmp_path / "a")
+    assert "dropped: answer cut by the length limit 1" in last_line(result)
+    assert [s["id"] for s in samples(tmp_path / "a")] == ["b"]
+    prepare(smollm2, data, tmp_path / "b", "--keep-unfinished")
+    assert [s["id"] for s in samples(tmp_path / "b")] == ["a"]
+
+
+def test_a_person_sees_the_mask(smollm2, tmp_path):
+    data = write_jsonl(tmp_path / "d.jsonl", [{"id": "x", "messages": TALK}])
+    result = prepare(smollm2, data, tmp_path / "out", "--show", 5)
+    assert "--- x: " in result.stdout
+    assert "<|im_start|>assistant\n«Hello!<|im_end|>»" in result.stdout
+    assert not (tmp_path / "out").exists()
+
+
+def test_every_number_of_processes_makes_the_same_file(smollm2, tmp_path):
+    data = write_jsonl(tmp_path / "d.jsonl", [talk(n % 1400, 12) for n in range(1500)])
+    found = []
+    for workers in (1, 3):
+        out = tmp_path / str(workers)
+        result = prepare(smollm2, data, out, "--workers", workers, "--max-samples", 1350)
+        assert "1350 samples from 1350 rows" in last_line(result)
+        found.append((out / "tokenized_data.jsonl").read_bytes())
+    assert found[0] == found[1]
+
+
+def test_prompts_without_answers_are_told_where_to_go(smollm2, tmp_path):
+    data = write_jsonl(tmp_path / "d.jsonl", [{"messages": TALK[:1]}])
+    args = ["--model-path", smollm2, "--dataset", data, "--output-dir", tmp_path / "out"]
+    result = script("01_prepare_data.py", *args)
+    assert result.returncode == 1
+    assert "with tools/regenerate_responses.py" in last_line(result)
+    assert not (tmp_path / "out" / "tokenized_data.jsonl").exists()
