@@ -1,7 +1,8 @@
 """Stage 2: the draft's vocabulary, the verifier's most frequent loss tokens.
 
-Reads tokenized_data.jsonl and writes OUTPUT_DIR/d2t.npy (int64 offsets) and t2d.npy (bool).
-Special tokens that occur at loss positions, end-of-turn among them, are always in.
+Reads one or several tokenized_data.jsonl and writes OUTPUT_DIR/d2t.npy (int64 offsets), t2d.npy
+(bool) and coverage.png. Special tokens that occur at loss positions, end-of-turn among them, are
+always in.
 """
 
 import time
@@ -14,7 +15,16 @@ STAGE = "vocab"
 
 def parse_args():
     p = cli.Parser(STAGE, __doc__)
-    p.add_common("--model-path", "--prepared-data", "--output-dir", "--max-samples")
+    p.add_common("--model-path")
+    p.add_argument(
+        "--prepared-data",
+        "--data-path",
+        type=cli.path_text,
+        nargs="+",
+        metavar="PATH",
+        help="folders written by 01, or the files in them; of several, PATH,weight=.. is a share",
+    )
+    p.add_common("--output-dir", "--max-samples")
     p.add_argument(
         "--draft-vocab-size",
         type=cli.positive_int,
@@ -34,11 +44,11 @@ def main() -> None:
     out = Path(args.output_dir)
 
     # ---------------------------------------------------------------- check
-    from common import samples, verifier
+    from common import samples, verifier, vocab
 
     model = verifier.load_verifier(args.model_path)
-    folder = samples.prepared_folder(args.prepared_data)
-    artifacts.check_apart(out, args.model_path, folder)
+    folders, weights = vocab.parse_prepared(args.prepared_data)
+    artifacts.check_apart(out, args.model_path, *folders)
     size = args.draft_vocab_size
     if size > model.vocab_size:
         raise cli.UserError(
@@ -49,9 +59,11 @@ def main() -> None:
         "draft_vocab_size": size,
         "target_vocab_size": model.vocab_size,
         "max_samples": args.max_samples,
+        "weights": weights,
         "special_ids": artifacts.sha256_json(sorted(special)),
     }
-    inputs = {"prepared": samples.prepared_identity(folder)}
+    prepared = [samples.prepared_identity(folder) for folder in folders]
+    inputs = {"prepared": prepared if len(prepared) > 1 else prepared[0]}
     state = artifacts.earlier_run(out, STAGE, settings, inputs, args.overwrite)
     if state == "complete":
         progress.log(f"vocab: {out} is complete (--overwrite makes it again)")
@@ -60,28 +72,29 @@ def main() -> None:
     # ---------------------------------------------------------------- work
     import numpy as np
 
-    from common import vocab
-
-    counts = np.zeros(model.vocab_size, dtype=np.int64)
-    for sample in samples.read_samples(folder, args.max_samples, model.vocab_size):
-        np.add.at(counts, sample.input_ids[sample.loss_mask], 1)
-    if not counts.any():
-        raise cli.UserError(f"{folder / samples.FILE}: no loss tokens in it")
+    counts_of_each = []
+    for folder in folders:
+        counts = np.zeros(model.vocab_size, dtype=np.int64)
+        for sample in samples.read_samples(folder, args.max_samples, model.vocab_size):
+            np.add.at(counts, sample.input_ids[sample.loss_mask], 1)
+        if not counts.any():
+            raise cli.UserError(f"{folder / samples.FILE}: no loss tokens in it")
+        counts_of_each.append(counts)
+    counts = vocab.merge_counts(counts_of_each, weights)
     always = np.zeros(model.vocab_size, dtype=bool)
     always[[i for i in special if i < model.vocab_size and counts[i]]] = True
     always[[i for i in model.end_ids if i < model.vocab_size]] = True
     chosen, filler = vocab.choose_tokens(counts, always, size)
     d2t, t2d = vocab.build_map(chosen, model.vocab_size)
+    covered = vocab.coverage_by_size(counts)
     coverage = float(counts[t2d].sum() / counts.sum())
     distinct = int((counts > 0).sum())
-    by_size = {
-        str(n): round(float(np.sort(counts)[::-1][:n].sum() / counts.sum()), 6)
-        for n in (8000, 16000, 32000, 64000)
-    }
+    total = int(sum(c.sum() for c in counts_of_each))
+    by_size = {str(n): round(covered(n), 6) for n in (8000, 16000, 32000, 64000)}
     text = (
-        f"{size} of {model.vocab_size} tokens cover {100 * coverage:.2f}% of {counts.sum()} loss"
-        f" tokens; {distinct} distinct, {int(always.sum())} special always in,"
-        f" {filler} filler slots"
+        f"{size} of {model.vocab_size} tokens cover {100 * coverage:.2f}% of {total} loss"
+        f" tokens (8k/16k/32k/64k: {', '.join(f'{100 * x:.2f}' for x in by_size.values())});"
+        f" {distinct} distinct, {int(always.sum())} special always in, {filler} filler slots"
     )
     if args.dry_run:
         progress.log(f"vocab: dry run: {text}; nothing was written")
@@ -94,8 +107,9 @@ def main() -> None:
     for name, array in (("d2t", d2t), ("t2d", t2d)):
         with artifacts.atomic_file(out / f"{name}.npy") as f:
             np.save(f, array, allow_pickle=False)
+    vocab.draw_coverage(out / "coverage.png", counts, size)
     report_counts = {
-        "loss_tokens": int(counts.sum()),
+        "loss_tokens": total,
         "distinct_tokens": distinct,
         "coverage": coverage,
         "coverage_by_size": by_size,

@@ -101,7 +101,7 @@ def hold_output(
     folder: Path,
     stage: str,
     settings: dict[str, Any],
-    inputs: dict[str, str],
+    inputs: dict[str, Any],
     overwrite: bool,
     state: str,
 ) -> None:
@@ -222,7 +222,7 @@ def versions() -> dict[str, str]:
 def report(
     stage: str,
     settings: dict[str, Any],
-    inputs: dict[str, str],
+    inputs: dict[str, Any],
     counts: dict[str, Any],
     data_sha256: str | None,
     elapsed_seconds: float,
@@ -265,7 +265,7 @@ def read_report(folder: Path, stage: str) -> dict[str, Any]:
 
 
 def earlier_run(
-    folder: Path, stage: str, settings: dict[str, Any], inputs: dict[str, str], overwrite: bool
+    folder: Path, stage: str, settings: dict[str, Any], inputs: dict[str, Any], overwrite: bool
 ) -> str:
     """Compare the output folder with what is asked: "none", "in_progress" or "complete".
 

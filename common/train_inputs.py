@@ -9,11 +9,15 @@ from common.samples import Sample, read_samples
 
 
 def check_prepared(identity: str, prepared: Path, vocab_map: Path, vocab_report, hidden) -> None:
-    """UserError unless the map and the states come from this prepared data, of this identity."""
+    """UserError unless the map and the states come from this prepared data, of this identity; the
+    map may come from several."""
+    counted = vocab_report["inputs"].get("prepared")
+    if isinstance(counted, list):
+        counted = identity if identity in counted else counted[0]
     artifacts.must_match(
         "prepared data",
         vocab_map,
-        vocab_report["inputs"].get("prepared"),
+        counted,
         prepared,
         identity,
         "run 02 on this prepared data, or pass the --vocab-map made from it",

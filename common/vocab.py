@@ -5,11 +5,72 @@ t2d bool [target_vocab]: whether a target token has a draft id. Draft ids ascend
 target ids.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
+from common.artifacts import atomic_file
 from common.cli import UserError
+from common.samples import prepared_folder
+
+# What a share of all loss tokens is counted in; any token seen at all stays over 0.
+SHARES = 2**40
+
+
+def parse_prepared(texts: list[str]) -> tuple[list[Path], list[float] | None]:
+    """(prepared folders, weights if given) of `PATH[,weight=..]`."""
+    folders, weights = [], []
+    for text in texts:
+        path, comma, weight = text.partition(",weight=")
+        folders.append(prepared_folder(path))
+        if not comma:
+            continue
+        try:
+            weights.append(float(weight))
+        except ValueError:
+            weights.append(0.0)
+        if not 0 < weights[-1] < float("inf"):
+            raise UserError(f"--prepared-data {text}: weight is a number over 0")
+    if weights and len(weights) < len(folders):
+        raise UserError("--prepared-data: give all of them a weight, or none")
+    return folders, weights or None
+
+
+def merge_counts(counts: list[np.ndarray], weights: list[float] | None) -> np.ndarray:
+    """Loss tokens of several sets, int64 [target_vocab]: summed, or each set scaled to its share
+    of the weights."""
+    if weights is None:
+        return np.sum(counts, axis=0)
+    shares = [w / sum(weights) * SHARES / c.sum() for w, c in zip(weights, counts, strict=True)]
+    scaled = [np.ceil(c * s) for c, s in zip(counts, shares, strict=True)]
+    return np.sum(scaled, axis=0).astype(np.int64)
+
+
+def coverage_by_size(counts: np.ndarray) -> Callable[[int], float]:
+    """Share of loss tokens that the n most frequent ones cover, as a function of n."""
+    reached = np.cumsum(np.sort(counts)[::-1])
+    return lambda n: float(reached[min(n, len(reached)) - 1] / reached[-1])
+
+
+def draw_coverage(path: Path, counts: np.ndarray, size: int) -> None:
+    """A picture of coverage against the size of the draft's vocabulary."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    covered = coverage_by_size(counts)
+    sizes = np.unique(np.geomspace(min(256, len(counts)), len(counts), 200).astype(int))
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    axes.semilogx(sizes, [100 * covered(int(n)) for n in sizes], base=2)
+    axes.axvline(size, linestyle="--", color="grey")
+    axes.set_xlabel(f"tokens in the draft's vocabulary (dashed: {size})")
+    axes.set_ylabel("% of loss tokens covered")
+    axes.grid(alpha=0.3)
+    with atomic_file(path) as f:
+        figure.savefig(f, format="png", dpi=110, bbox_inches="tight")
+    pyplot.close(figure)
 
 
 def choose_tokens(

@@ -223,3 +223,24 @@ def test_prompts_without_answers_are_told_where_to_go(smollm2, tmp_path):
     assert result.returncode == 1
     assert "with tools/regenerate_responses.py" in last_line(result)
     assert not (tmp_path / "out" / "tokenized_data.jsonl").exists()
+
+
+def test_a_map_of_several_sets(smollm2, tmp_path):
+    """Each with a weight; a map of both goes with either set."""
+    for name, numbers in (("a", range(3)), ("b", range(5, 30))):
+        data = write_jsonl(tmp_path / f"{name}.jsonl", [talk(n) for n in numbers])
+        prepare(smollm2, data, tmp_path / name)
+    args = ["--model-path", smollm2, "--draft-vocab-size", 64, "--output-dir", tmp_path / "map"]
+    sets = [f"{tmp_path / name},weight={weight}" for name, weight in (("a", 2), ("b", 1))]
+    result = must(script("02_build_vocab_map.py", *args, "--prepared-data", *sets))
+    assert "8k/16k/32k/64k: 100.00, 100.00, 100.00, 100.00" in last_line(result)
+    assert (tmp_path / "map" / "coverage.png").stat().st_size > 1000
+    report = json.loads((tmp_path / "map" / "data_config.json").read_text())
+    made = [
+        json.loads((tmp_path / name / "data_config.json").read_text())["content_sha256"]
+        for name in ("a", "b")
+    ]
+    assert report["inputs"]["prepared"] == made
+    bad = script("02_build_vocab_map.py", *args, "--prepared-data", sets[0], tmp_path / "b")
+    assert bad.returncode == 1
+    assert "give all of them a weight, or none" in last_line(bad)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.cli import UserError
-from common.vocab import build_map, choose_tokens, load_map
+from common.vocab import build_map, choose_tokens, coverage_by_size, load_map, merge_counts
 
 
 @given(
@@ -43,3 +43,16 @@ def test_load_map_refuses_arrays_that_disagree(tmp_path):
     np.save(tmp_path / "d2t.npy", np.array([1, 4, 7]))  # ids instead of offsets
     with pytest.raises(UserError, match="are not a map of the verifier's 10 tokens"):
         load_map(tmp_path, 10)
+
+
+def test_sets_merge_by_their_share_whatever_their_size():
+    small, large = np.array([3, 1, 0, 0]), np.array([0, 0, 600, 400])
+    assert merge_counts([small, large], None).tolist() == [3, 1, 600, 400]
+    merged = merge_counts([small, large], [3, 1])
+    assert (merged / merged.sum()).round(6).tolist() == [0.5625, 0.1875, 0.15, 0.1]
+    assert merge_counts([np.array([1, 10**9]), large[:2] + 1], [1, 10**6])[0] > 0
+
+
+def test_coverage_counts_the_most_frequent():
+    covered = coverage_by_size(np.array([1, 5, 0, 4]))
+    assert [covered(n) for n in (1, 2, 3, 4, 99)] == [0.5, 0.9, 1, 1, 1]
