@@ -13,11 +13,14 @@ from common.rows import Row
 
 @dataclass(frozen=True)
 class Prompt:
-    """`messages` is empty for a row that came as token ids."""
+    """`messages` is empty for a row that came as token ids; `later`: the groups of turns that
+    follow, each to be asked after an answer."""
 
     id: str
     messages: list[dict[str, Any]]
     input_ids: list[int]
+    later: tuple[list[dict[str, Any]], ...] = ()
+    tools: list | None = None
 
 
 def load_prompts(
@@ -26,13 +29,14 @@ def load_prompts(
     vocab_size: int,
     longest: int,
     skip_bad_rows: bool = False,
+    all_turns: bool = False,
 ) -> tuple[list[Prompt], int]:
     """Return (prompts, rows skipped).
 
-    Chat rows are rendered with a generation prompt, an answer at their end dropped;
-    tokenized rows give their ids before the first loss token. UserError, or a skip, for a
-    row that cannot be used, whose prompt has more than `longest` tokens, or whose id was
-    there before.
+    Chat rows are rendered with a generation prompt, an answer at their end dropped, or with
+    `all_turns` every answer; tokenized rows give their ids before the first loss token.
+    UserError, or a skip, for a row that cannot be used, whose prompt has more than `longest`
+    tokens, or whose id was there before.
     """
     if longest < 1:
         raise UserError("--max-new-tokens leaves no room for a prompt within --max-seq-len")
@@ -40,7 +44,7 @@ def load_prompts(
     skipped = 0
     for row in rows:
         try:
-            prompt = prompt_of(row, template, vocab_size)
+            prompt = prompt_of(row, template, vocab_size, all_turns)
             if prompt.id in prompts:
                 raise RowError("id twice", repr(prompt.id))
             if len(prompt.input_ids) > longest:
@@ -60,7 +64,9 @@ def load_prompts(
     return list(prompts.values()), skipped
 
 
-def prompt_of(row: Row, template: Callable[[], Template], vocab_size: int) -> Prompt:
+def prompt_of(
+    row: Row, template: Callable[[], Template], vocab_size: int, all_turns: bool
+) -> Prompt:
     """The prompt of one row, named by its id or else its content; RowError when there is none."""
     key = row.value.get("id")
     if "input_ids" in row.value:
@@ -79,4 +85,22 @@ def prompt_of(row: Row, template: Callable[[], Template], vocab_size: int) -> Pr
     if not messages:
         raise RowError("no prompt", "only an answer")
     name = conversation_name(messages) if key is None else str(key)
-    return Prompt(name, messages, template().prompt_ids(messages, tools_of(row.value)))
+    later: tuple[list[dict[str, Any]], ...] = ()
+    if all_turns:
+        messages, *rest = questions(messages)
+        later = tuple(rest)
+    tools = tools_of(row.value)
+    return Prompt(name, messages, template().prompt_ids(messages, tools), later, tools)
+
+
+def questions(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """The groups of turns between the answers, which are dropped."""
+    if any(m["role"] == "tool" for m in messages):
+        raise RowError("tool results", "another answer may make other calls; ask its last turn")
+    groups: list[list[dict[str, Any]]] = [[]]
+    for message in messages:
+        if message["role"] != "assistant":
+            groups[-1].append(message)
+        elif groups[-1]:
+            groups.append([])
+    return groups

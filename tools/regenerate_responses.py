@@ -1,17 +1,20 @@
 """The verifier's own answers to a file of prompts, as exact output token ids.
 
 A draft is accepted as often as its training data looks like the verifier's output, so
-train on what the verifier says itself. Reads chat rows (the last assistant turn, if any,
-is dropped), writes OUTPUT_DIR/responses.jsonl: a line an answer with id, messages (the
-answer's text included), input_ids, loss_mask and finish_reason, which 01 passes through.
-Run the same command again after a kill: prompts already answered are not asked twice.
+train on what the verifier says itself. Reads chat rows (an assistant turn at their end is
+dropped) and writes OUTPUT_DIR/responses.jsonl, which 01 passes through: a line an answer with
+id, messages (the answer's text and reasoning included), input_ids, loss_mask and finish_reason.
+Asks vLLM in this process, or with --endpoint a running OpenAI-compatible server. Run the same
+command again after a kill: what is answered is not asked twice.
 """
 
 import functools
 import json
 import sys
 import time
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -23,7 +26,12 @@ STAGE = "regenerate"
 def parse_args():
     p = cli.Parser(STAGE, __doc__)
     p.add_common("--model-path", "--output-dir", "--max-samples", "--max-seq-len", "--seed")
-    p.add_argument("--prompts", nargs="+", metavar="FILE", help=".json, .jsonl or .parquet rows")
+    p.add_argument(
+        "--prompts",
+        nargs="+",
+        metavar="DATA",
+        help="rows as 01 reads them, with the same options",
+    )
     p.add_argument("--max-new-tokens", type=cli.positive_int, default=512, metavar="TOKENS")
     p.add_argument("--temperature", type=cli.between(0, 10), default=0.0, help="0 is greedy")
     p.add_argument("--top-p", type=cli.between(0.001, 1), default=1.0)
@@ -34,6 +42,25 @@ def parse_args():
         metavar="N",
         help="over 1 needs --temperature over 0",
     )
+    p.add_argument(
+        "--all-turns",
+        action="store_true",
+        help="answer every turn, each after the verifier's own answers to those before",
+    )
+    p.add_argument(
+        "--template-args",
+        type=cli.json_object,
+        default={},
+        metavar="JSON",
+        help='variables of the chat template, as {"enable_thinking": false}',
+    )
+    p.add_argument(
+        "--endpoint", metavar="URL", help="ask this server instead, as http://localhost:8000/v1"
+    )
+    p.add_argument("--served-model", metavar="NAME", help="the server's (default: its only one)")
+    p.add_argument("--concurrency", type=cli.counted(4096), default=64, help="requests at a time")
+    p.add_argument("--retries", type=cli.whole_number, default=5, help="of a failed request")
+    p.add_argument("--request-timeout", type=cli.between(1, 1e6), default=1800, metavar="SECONDS")
     p.add_argument("--tp-size", type=cli.positive_int, default=1, metavar="GPUS")
     p.add_argument("--batch-size", type=cli.positive_int, default=128, help="answers at a time")
     p.add_argument("--gpu-memory-utilization", type=cli.between(0.01, 1), default=0.9)
@@ -52,7 +79,7 @@ def main() -> None:
     out = Path(args.output_dir)
 
     # ---------------------------------------------------------------- check
-    from common import chat, prompts, rows, samples, verifier
+    from common import asking, chat, prompts, rows, verifier
 
     model = verifier.load_verifier(args.model_path)
     sources = rows.parse_sources(args.prompts, args.max_samples)
@@ -62,20 +89,21 @@ def main() -> None:
         "temperature": args.temperature,
         "top_p": args.top_p,
         "answers_per_prompt": args.answers_per_prompt,
+        "all_turns": args.all_turns,
+        "template_args": args.template_args,
         "max_samples": args.max_samples,
         "max_seq_len": args.max_seq_len,
         "seed": args.seed,
         "dtype": args.dtype,
         "engine_args": args.engine_args,
+        "endpoint": bool(args.endpoint),
         "skip_bad_rows": args.skip_bad_rows,
     }
     if args.answers_per_prompt > 1 and args.temperature == 0:
         raise cli.UserError("--answers-per-prompt over 1 needs --temperature over 0")
-    inputs = {
-        "prompts": rows.digest(sources),
-        "verifier": verifier.fingerprint(model),
-        "verifier_weights": verifier.weights_fingerprint(model),
-    }
+    inputs = {"prompts": rows.digest(sources), "verifier": verifier.fingerprint(model)}
+    if not args.endpoint:
+        inputs["verifier_weights"] = verifier.weights_fingerprint(model)
     state = artifacts.earlier_run(out, STAGE, settings, inputs, args.overwrite)
     if state == "complete":
         progress.log(f"regenerate: {out} is complete (--overwrite makes it again)")
@@ -85,22 +113,18 @@ def main() -> None:
     @functools.cache
     def template():
         tokenizer = chat.load_tokenizer(args.model_path, args.trust_remote_code)
-        return chat.Template(tokenizer, model.end_ids)
+        return chat.Template(tokenizer, model.end_ids, args.template_args)
 
     longest = min(args.max_seq_len, (model.max_positions or 2**31) - 1) - args.max_new_tokens
     usable, skipped = prompts.load_prompts(
-        found, template, model.vocab_size, longest, args.skip_bad_rows
+        found, template, model.vocab_size, longest, args.skip_bad_rows, args.all_turns
     )
-    count = args.answers_per_prompt
-    asked = {
-        f"{p.id}{samples.SEPARATOR}{k}" if count > 1 else p.id: p
-        for p in usable
-        for k in range(count)
-    }
+    talks = asking.talks(usable, args.answers_per_prompt)
     if args.dry_run:
         progress.log(
-            f"regenerate: dry run, {len(usable)} prompts ({skipped} skipped) x {count}, at most"
-            f" {args.max_new_tokens} tokens each, into {out}; nothing was written"
+            f"regenerate: dry run, {len(usable)} prompts ({skipped} skipped) x"
+            f" {args.answers_per_prompt}, at most {args.max_new_tokens} tokens each, into {out};"
+            " nothing was written"
         )
         return
     artifacts.hold_output(out, STAGE, settings, inputs, args.overwrite, state)
@@ -108,7 +132,7 @@ def main() -> None:
 
     # ---------------------------------------------------------------- ask
     answers = out / "responses.jsonl"
-    done = {} if args.overwrite else read_answers(answers)
+    done = {} if args.overwrite else asking.read_answers(answers)
 
     def begin() -> None:
         """The verifier is up: from here on the folder is this run's."""
@@ -117,33 +141,112 @@ def main() -> None:
         if state == "none":
             artifacts.write_json(out / artifacts.REPORT, report({}, None, 0))
 
-    if len(done) < len(asked):
-        ask(args, model, template, asked, done, answers, begin)
-    tokens = sum(done.values())
+    names = [talk.keys() for talk in talks]
+    talks = [talk for talk in talks if resumed(talk, done)]
+    if talks:
+        with backend(args, model, template, longest) as verifier_:
+            begin()
+            ask(args, verifier_, talks, sum(map(len, names)), done, answers)
+    if args.all_turns:
+        asking.join_turns(answers, names)
 
     # ---------------------------------------------------------------- report
     seconds = time.monotonic() - started
+    reasons = Counter(one.finish_reason for one in done.values())
+    tokens = sum(one.tokens for one in done.values())
     counts = {
         "prompts": len(usable),
         "skipped": skipped,
-        "answers": len(asked),
+        "answers": len(done),
         "answer_tokens": tokens,
+        **{f"finish_reason: {reason}": n for reason, n in sorted(reasons.items())},
     }
     digest = artifacts.sha256_file(answers)
     artifacts.write_json(out / artifacts.REPORT, report(counts, digest, seconds))
+    ends = ", ".join(f"{reason} {n}" for reason, n in reasons.most_common())
     progress.log(
-        f"regenerate: {len(asked)} answers, {tokens} tokens in {progress.duration(seconds)}"
-        f" -> {answers}"
+        f"regenerate: {len(done)} answers, {tokens} tokens in {progress.duration(seconds)}"
+        f" (finish reasons: {ends}) -> {answers}"
     )
 
 
-def ask(args, model, template, asked, done, answers: Path, begin) -> None:
-    """Let vLLM answer what `done` lacks, adding each answer to it and to the file."""
+def resumed(talk, done) -> bool:
+    """Move a conversation past the turns already answered; returns whether one is left."""
+    while talk.key in done:
+        if not talk.take(done[talk.key].messages):
+            return False
+    return True
+
+
+def ask(args, verifier, talks, turns: int, done, path: Path) -> None:
+    """Have every conversation answered to its end, adding each answer to `done` and the file."""
+    from common import asking
+
+    bar = progress.Progress("regenerate", turns, "answers", initial=len(done))
+    stopper = progress.Stopper()
+    waiting, asked = list(reversed(talks)), {}
+
+    def put(talk) -> None:
+        # by its place among all, so that a resumed run asks as an unbroken one would
+        seed = None if args.temperature == 0 else args.seed + talk.number + 1_000_003 * talk.turn
+        asked[talk.key] = talk
+        verifier.put(talk, seed)
+
+    with open(path, "a", encoding="utf-8") as f:
+        while (waiting or asked) and not stopper.code:
+            while waiting and verifier.room() > 0:
+                put(waiting.pop())
+            for answer in verifier.answers():
+                talk = asked.pop(answer.key)
+                line = asking.line_of(talk, answer)
+                f.write(json.dumps(line) + "\n")
+                f.flush()
+                messages = line.get("messages", [])
+                done[answer.key] = asking.Done(messages, *asking.told(line)[1:])
+                bar.add(1)
+                if talk.take(messages):
+                    waiting.append(talk)
+    bar.close()
+    if waiting or asked:
+        raise cli.Interrupted(stopper.code, f"{len(done)} answers are in {path}; run again")
+
+
+# ---------------------------------------------------------------- who is asked
+
+
+def backend(args, model, template, longest: int) -> Any:
+    """vLLM in this process, or a server; a context manager."""
+    from contextlib import closing
+
+    if not args.endpoint:
+        return own_engine(args, model, template, longest)
+    from common.endpoint import Endpoint
+
+    body: dict[str, Any] = {
+        "max_tokens": args.max_new_tokens,
+        "temperature": args.temperature,
+        "top_p": args.top_p,
+    }
+    return closing(
+        Endpoint(
+            args.endpoint,
+            args.served_model,
+            args.concurrency,
+            args.retries,
+            args.request_timeout,
+            args.template_args,
+            body,
+        )
+    )
+
+
+def own_engine(args, model, template, longest: int) -> Any:
+    """A context manager of `Engine`."""
+    from contextlib import contextmanager
+
     from common import engine
 
     engine.prepare_environment(args.tp_size)
-    from vllm import SamplingParams
-
     engine_args = engine.generation_engine_args(
         model,
         tp_size=args.tp_size,
@@ -153,75 +256,66 @@ def ask(args, model, template, asked, done, answers: Path, begin) -> None:
         gpu_memory_utilization=args.gpu_memory_utilization,
         trust_remote_code=args.trust_remote_code,
     )
-    with engine.running(engine_args, args.engine_args, "regenerate") as llm:
-        begin()
-        bar = progress.Progress("regenerate", len(asked), "answers", initial=len(done))
-        stopper = progress.Stopper()
-        for n, (key, prompt) in enumerate(asked.items()):
-            if key in done:
-                continue
-            params = SamplingParams(
-                max_tokens=args.max_new_tokens,
-                temperature=args.temperature,
-                top_p=args.top_p,
-                stop_token_ids=list(model.end_ids),
-                detokenize=False,
-                # by its place among all, so that a resumed run asks as an unbroken one would
-                seed=None if args.temperature == 0 else args.seed + n,
+
+    @contextmanager
+    def running():
+        with engine.running(engine_args, args.engine_args, "regenerate") as llm:
+            yield Engine(llm, args, model, template, longest)
+
+    return running()
+
+
+class Engine:
+    """vLLM in this process and the questions under way in it."""
+
+    def __init__(self, llm, args, model, template, longest: int):
+        self.engine, self.args, self.model = llm.llm_engine, args, model
+        self.template, self.longest = template, longest
+        self._asked: dict[str, tuple[Any, list[int]]] = {}
+
+    def room(self) -> int:
+        """How many more questions may be put: vLLM has a queue of its own."""
+        return 1
+
+    def put(self, talk, seed: int | None) -> None:
+        """Ask a conversation's turn. UserError where it has grown too long."""
+        from vllm import SamplingParams
+
+        ids = talk.input_ids
+        if talk.turn:
+            ids = self.template().prompt_ids(talk.messages, talk.tools)
+        if len(ids) > self.longest:
+            raise cli.UserError(
+                f"{talk.key}: its prompt has grown to {len(ids)} tokens, over {self.longest}"
+                " (--max-seq-len less --max-new-tokens); raise --max-seq-len"
             )
-            llm.llm_engine.add_request(key, {"prompt_token_ids": prompt.input_ids}, params)
-        with open(answers, "a", encoding="utf-8") as f:
-            while llm.llm_engine.has_unfinished_requests() and not stopper.code:
-                for output in llm.llm_engine.step():
-                    if not output.finished:
-                        continue
-                    line = answer_line(output, asked[output.request_id], template)
-                    f.write(json.dumps(line) + "\n")
-                    f.flush()
-                    done[line["id"]] = sum(line["loss_mask"])
-                    bar.add(1)
-        bar.close()
-    if stopper.code and len(done) < len(asked):
-        raise cli.Interrupted(stopper.code, f"{len(done)} answers are in {answers}; run again")
+        self._asked[talk.key] = talk, ids
+        params = SamplingParams(
+            max_tokens=self.args.max_new_tokens,
+            temperature=self.args.temperature,
+            top_p=self.args.top_p,
+            stop_token_ids=list(self.model.end_ids),
+            detokenize=False,
+            seed=seed,
+        )
+        self.engine.add_request(talk.key, {"prompt_token_ids": ids}, params)
 
+    def answers(self) -> list:
+        """Run a step; what it has finished."""
+        from common.asking import Answer, split_reasoning
 
-def answer_line(output, prompt, template) -> dict:
-    """The line of a finished request: its messages with the answer, and the exact ids."""
-    answer = list(output.outputs[0].token_ids)
-    line = {
-        "id": output.request_id,
-        "input_ids": prompt.input_ids + answer,
-        "loss_mask": [0] * len(prompt.input_ids) + [1] * len(answer),
-        "finish_reason": output.outputs[0].finish_reason,
-    }
-    if prompt.messages:
-        text = template().tokenizer.decode(answer, skip_special_tokens=True)
-        line["messages"] = [*prompt.messages, {"role": "assistant", "content": text}]
-    return line
-
-
-def read_answers(path: Path) -> dict[str, int]:
-    """Ids already answered → answer tokens; cuts off a last line that a kill left unfinished."""
-    done: dict[str, int] = {}
-    if not path.exists():
-        return done
-    good = 0
-    with open(path, "rb") as f:
-        for line in f:
-            if not line.endswith(b"\n"):
-                break
-            try:
-                row = artifacts.decode_json(line)
-                done[row["id"]] = sum(row["loss_mask"])
-            except (ValueError, TypeError, KeyError) as e:
-                raise cli.UserError(
-                    f"{path}: the line after byte {good} is damaged ({e}); delete that line (its"
-                    " prompt is asked again) and run the same command"
-                ) from None
-            good += len(line)
-    with open(path, "r+b") as f:
-        f.truncate(good)
-    return done
+        found = []
+        for output in self.engine.step():
+            if not output.finished:
+                continue
+            key, ids = output.request_id, list(output.outputs[0].token_ids)
+            talk, prompt = self._asked.pop(key)
+            text = reasoning = ""
+            if talk.messages:
+                said = self.template().tokenizer.decode(ids, skip_special_tokens=True)
+                reasoning, text = split_reasoning(said)
+            found.append(Answer(key, prompt, ids, text, reasoning, output.outputs[0].finish_reason))
+        return found
 
 
 if __name__ == "__main__":

@@ -1,0 +1,185 @@
+"""Conversations being answered by the verifier, one turn after the other, and their file.
+
+responses.jsonl has a line an answered turn: id, input_ids and loss_mask (where the exact ids are
+known), messages with the answer, finish_reason. When all is answered, turns that go on from the
+one before to the token are joined to one line.
+"""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from common.artifacts import atomic_file, decode_json
+from common.chat import END_THINK, THINK
+from common.cli import UserError
+from common.prompts import Prompt
+from common.samples import SEPARATOR
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back for a question.
+
+    prompt_ids, ids: exact token ids, None where a server does not tell them.
+    """
+
+    key: str
+    prompt_ids: list[int] | None
+    ids: list[int] | None
+    text: str
+    reasoning: str
+    finish_reason: str
+
+
+@dataclass
+class Talk:
+    """A conversation: `messages` so far, the groups of turns `later` to be asked, each after the
+    answer to the one before; `input_ids` for one that came as token ids (no messages)."""
+
+    id: str
+    number: int  # among all, for the seeds
+    messages: list[dict[str, Any]]
+    later: list[list[dict[str, Any]]] = field(default_factory=list)
+    input_ids: list[int] = field(default_factory=list)
+    tools: list | None = None
+    turn: int = 0
+    turns: int = 1
+
+    @property
+    def key(self) -> str:
+        """Name of the turn that is asked now."""
+        return self.keys()[self.turn]
+
+    def keys(self) -> list[str]:
+        """Names of all its turns."""
+        if self.turns == 1:
+            return [self.id]
+        return [f"{self.id}{SEPARATOR}{turn}" for turn in range(self.turns)]
+
+    def take(self, messages: list[dict[str, Any]]) -> bool:
+        """Go on from an answered turn's messages; returns whether there is another to ask."""
+        self.messages = messages
+        if not self.later or not messages:
+            return False
+        self.messages = messages + self.later.pop(0)
+        self.turn += 1
+        return True
+
+
+def talks(prompts: list[Prompt], answers_per_prompt: int) -> list[Talk]:
+    """Every conversation to be answered."""
+    found: list[Talk] = []
+    for prompt in prompts:
+        for k in range(answers_per_prompt):
+            key = f"{prompt.id}{SEPARATOR}{k}" if answers_per_prompt > 1 else prompt.id
+            found.append(
+                Talk(
+                    key,
+                    len(found),
+                    list(prompt.messages),
+                    [list(group) for group in prompt.later],
+                    prompt.input_ids,
+                    prompt.tools,
+                    turns=1 + len(prompt.later),
+                )
+            )
+    return found
+
+
+def line_of(talk: Talk, answer: Answer) -> dict[str, Any]:
+    """The line of an answered turn."""
+    line: dict[str, Any] = {"id": talk.key, "finish_reason": answer.finish_reason}
+    if answer.ids is not None and answer.prompt_ids is not None:
+        line["input_ids"] = answer.prompt_ids + answer.ids
+        line["loss_mask"] = [0] * len(answer.prompt_ids) + [1] * len(answer.ids)
+    if talk.messages:
+        said: dict[str, Any] = {"role": "assistant", "content": answer.text}
+        if answer.reasoning:
+            said["reasoning_content"] = answer.reasoning
+        line["messages"] = [*talk.messages, said]
+        if talk.tools:
+            line["tools"] = talk.tools
+    return line
+
+
+def split_reasoning(text: str) -> tuple[str, str]:
+    """(reasoning, the rest) of what a verifier has said after its prompt."""
+    if END_THINK not in text:
+        return "", text
+    reasoning, rest = text.split(END_THINK, 1)
+    return reasoning.strip().removeprefix(THINK).strip(), rest.lstrip("\n")
+
+
+@dataclass(frozen=True)
+class Done:
+    """An answered turn, as the file has it."""
+
+    messages: list[dict[str, Any]]
+    tokens: int
+    finish_reason: str
+
+
+def read_answers(path: Path) -> dict[str, Done]:
+    """The turns already answered; cuts off a last line that a kill left unfinished."""
+    done: dict[str, Done] = {}
+    if not path.exists():
+        return done
+    good = 0
+    with open(path, "rb") as f:
+        for line in f:
+            if not line.endswith(b"\n"):
+                break
+            try:
+                row = decode_json(line)
+                messages = row.get("messages", [])
+                for key, tokens, reason in row.get("joined") or [told(row)]:
+                    done[key] = Done(messages, tokens, reason)
+            except (ValueError, TypeError, KeyError) as e:
+                raise UserError(
+                    f"{path}: the line after byte {good} is damaged ({e}); delete that line (its"
+                    " prompt is asked again) and run the same command"
+                ) from None
+            good += len(line)
+    with open(path, "r+b") as f:
+        f.truncate(good)
+    return done
+
+
+def told(row: dict[str, Any]) -> list[Any]:
+    """(name, answer tokens, finish_reason) of a turn's line."""
+    return [row["id"], sum(row.get("loss_mask", [])), row["finish_reason"]]
+
+
+def join_turns(path: Path, talks: list[list[str]]) -> None:
+    """Write the file anew, the turns of a conversation joined to one line where each prompt goes
+    on from the answer before, to the token. Such a line tells of its turns under `joined`.
+
+    Args:
+        talks: the names of each conversation's turns.
+    """
+    rows = {}
+    for text in path.read_text(encoding="utf-8").splitlines():
+        row = json.loads(text)
+        rows[row["id"]] = row
+    with atomic_file(path, "w") as f:
+        for keys in talks:
+            for row in joined([rows[key] for key in keys if key in rows]):
+                f.write(json.dumps(row) + "\n")
+
+
+def joined(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of one conversation, one that goes on from the row before in its place."""
+    kept: list[dict[str, Any]] = []
+    for row in rows:
+        last = kept[-1] if kept else {}
+        before, ids = last.get("input_ids"), row.get("input_ids")
+        if before and ids and ids[: len(before)] == before:
+            kept[-1] = {
+                **row,
+                "loss_mask": last["loss_mask"] + row["loss_mask"][len(before) :],
+                "joined": [*last.get("joined", [told(last)]), told(row)],
+            }
+        else:
+            kept.append(row)
+    return kept

