@@ -41,7 +41,7 @@ def load_tokenizer(model_path: str, trust_remote_code: bool) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust_remote_code)
     except Exception as e:  # missing files, remote code without the flag, hub errors
         text = " ".join(str(e).split())[:300]
-        if "trust_remote_code" in text:
+        if "trust_remote_code" in str(e):
             text = (
                 "its tokenizer is Python code that ships with the model; pass --trust-remote-code"
             )

@@ -6,16 +6,28 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.chat import Encoded, Template
+from common.chat import Encoded, Template, load_tokenizer
+from common.cli import UserError
 from common.conversations import RowError
-from tests.templates import CASES
+from tests.templates import CASES as TEMPLATES
+from tests.tiktoken_tokenizer import SPECIAL, make_tiktoken
+
+CASES = TEMPLATES | {"kimi_tiktoken": TEMPLATES["kimi_k2"]}
 
 
 @pytest.fixture(scope="session")
-def templates(tokenizer):
-    """Every case's template over the embedded verifier's tokens and its own special ones."""
-    found = {}
-    for name, case in CASES.items():
+def tiktoken_folder(tmp_path_factory):
+    return make_tiktoken(tmp_path_factory.mktemp("tiktoken") / "model")
+
+
+@pytest.fixture(scope="session")
+def templates(tokenizer, tiktoken_folder):
+    """Every case's template over the embedded verifier's tokens and its own special ones; Kimi's
+    over a tokenizer of its kind too."""
+    own = load_tokenizer(str(tiktoken_folder), True)
+    assert not own.is_fast
+    found = {"kimi_tiktoken": Template(own, (SPECIAL["<|im_end|>"],))}
+    for name, case in TEMPLATES.items():
         own = copy.deepcopy(tokenizer)
         own.add_special_tokens({"additional_special_tokens": list(case.special)})
         own.chat_template = case.source
@@ -186,6 +198,11 @@ def test_the_next_roles_token_ends_a_turn_before_a_tool(templates):
 def test_conversations_that_make_no_sample(templates, messages, reason):
     with pytest.raises(RowError, match=reason):
         templates["chatml"].encode(messages)
+
+
+def test_a_tokenizer_that_is_code_runs_by_flag_alone(tiktoken_folder):
+    with pytest.raises(UserError, match="pass --trust-remote-code"):
+        load_tokenizer(str(tiktoken_folder), False)
 
 
 def test_a_template_that_raises_is_counted_by_its_message(templates):
