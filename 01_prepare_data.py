@@ -187,7 +187,8 @@ def tokenizer_identity(model_path: str) -> str:
     """Hash of the files that decide ids and template, so that another tokenizer is noticed."""
     from common.verifier import optional_file
 
-    names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "tiktoken.model")
+    names = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "tiktoken.model"]
+    names += sorted(p.name for p in Path(model_path).glob("tokenization*.py"))
     found = {n: optional_file(model_path, n) for n in names}
     return artifacts.sha256_json({n: artifacts.sha256_file(p) for n, p in found.items() if p})
 

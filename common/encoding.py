@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from common.chat import Encoded, Template, load_tokenizer
 from common.cli import UserError
-from common.conversations import RowError, messages_of, tools_of
+from common.conversations import RowError, bad_row, messages_of, tools_of
 from common.rows import Row
 from common.samples import SEPARATOR, check_sample
 
@@ -88,11 +88,6 @@ class RowEncoder:
                     f"{row.where}: {e}; mend the row, or pass --skip-bad-rows"
                 ) from None
             return Made([], fates)
-        except UserError:  # a broken tokenized row
-            if not self.rules.skip_bad_rows:
-                raise
-            fates["dropped: broken tokenized row"] += 1
-            return Made([], fates)
         return Made([line_of(sample) for sample in samples], fates)
 
     def _encode(self, row: Row, fates: Counter[str]) -> list[dict[str, Any]]:
@@ -101,7 +96,12 @@ class RowEncoder:
             fates["dropped: answer cut by the length limit"] += 1
             return []
         if "input_ids" in value or "loss_mask" in value:
-            ids, mask = check_sample(value, row.where, rules.vocab_size)
+            try:
+                ids, mask = check_sample(value, row.where, rules.vocab_size)
+            except UserError:
+                if not rules.skip_bad_rows:
+                    raise
+                raise bad_row("broken tokenized row") from None
             encoded = [Encoded(ids.tolist(), mask.astype(int).tolist())]
             known: Any = encoded[0].input_ids
         else:
