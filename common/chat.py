@@ -231,8 +231,10 @@ class Template:
         turns = [n for n, m in enumerate(messages) if m["role"] == "assistant"]
         if not turns:
             raise RowError("no assistant turn")
-        if turns[0] == 0:
-            raise RowError("no prompt", "the first turn is the assistant's")
+        if turns[0] == 0:  # said unasked: context for the others
+            turns.pop(0)
+        if not turns:
+            raise RowError("no prompt", "the assistant speaks first, and nobody after")
         samples: list[Encoded] = []
         for n in turns:
             prompt, answer, notes = self.turn(messages, n, tools)

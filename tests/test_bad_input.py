@@ -71,16 +71,6 @@ def test_prepare(smollm2, tmp_path, content, texts):
         ({"input_ids": [[1], 2], "loss_mask": [0, 1]}, "values that are not whole numbers"),
         ({"input_ids": [True, False], "loss_mask": [0, 1]}, "true and false"),
         ({"input_ids": [10**30, 2], "loss_mask": [0, 1]}, "not whole numbers"),
-        ({"messages": [{"role": "assistant", "content": "x"}]}, "no prompt"),
-        (
-            {
-                "messages": [
-                    {"role": "user", "content": "x"},
-                    {"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]},
-                ]
-            },
-            "tool calls dropped by the template",
-        ),
     ],
 )
 def test_odd_rows_are_named_or_skipped(smollm2, tmp_path, row, text):
@@ -89,6 +79,21 @@ def test_odd_rows_are_named_or_skipped(smollm2, tmp_path, row, text):
     fails(script("01_prepare_data.py", *args), "d.jsonl:2", text, folder=tmp_path / "out")
     result = must(script("01_prepare_data.py", *args, "--skip-bad-rows"))
     assert "1 samples from 2 rows" in last_line(result)
+
+
+def test_rows_that_the_template_cannot_tell_are_counted(smollm2, tmp_path):
+    """They are conversations, so no flag is needed to go on without them."""
+    user = {"role": "user", "content": "x"}
+    call = {"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]}
+    reasoned = {"role": "assistant", "content": "y", "reasoning_content": "because"}
+    rows = [CHAT, {"messages": [{"role": "assistant", "content": "x"}]}]
+    rows += [{"messages": [user, turn]} for turn in (call, reasoned)]
+    data = write_jsonl(tmp_path / "d.jsonl", rows)
+    args = ["--model-path", smollm2, "--dataset", data, "--output-dir", tmp_path / "out"]
+    line = last_line(must(script("01_prepare_data.py", *args)))
+    assert "1 samples from 4 rows" in line
+    for reason in ("no prompt", "tool calls dropped", "reasoning dropped"):
+        assert f"dropped: {reason}" in line
 
 
 @pytest.mark.parametrize("flag", ["--lr", "--clip", "--heldout-fraction", "--ttt-decay"])

@@ -200,6 +200,13 @@ def test_conversations_that_make_no_sample(templates, messages, reason):
         templates["chatml"].encode(messages)
 
 
+def test_an_assistant_that_speaks_first_is_context(templates):
+    messages = [{"role": "assistant", "content": "Welcome."}, *turns(("Hi", "Hello!"))]
+    (sample,) = templates["chatml"].encode(messages)
+    assert loss_texts(templates["chatml"], [sample]) == ["Hello!<|im_end|>"]
+    assert "Welcome." in templates["chatml"].tokenizer.decode(sample.input_ids)
+
+
 def test_a_tokenizer_that_is_code_runs_by_flag_alone(tiktoken_folder):
     with pytest.raises(UserError, match="pass --trust-remote-code"):
         load_tokenizer(str(tiktoken_folder), False)
