@@ -67,6 +67,9 @@ class Template:
         template = getattr(tokenizer, "chat_template", None)
         marks = re.search(r"\{%-?\s*generation\b", template if isinstance(template, str) else "")
         self.marks_answers = marks is not None
+        # a text's ids are the same after another one (whose last token it does not join)
+        ids, behind, before = (self.ids(x) for x in ("one", "\none", "\n"))
+        self.goes_on = behind == before + ids
         self._openers: dict[str, list[int]] = {}
 
     def text(self, messages: list[dict], prompt: bool, tools: list | None = None) -> str:
@@ -188,8 +191,10 @@ class Template:
         return at, asked, told
 
     def continuation(self, prompt_text: str, prompt: list[int], text: str) -> list[int]:
-        """Ids of a text that goes on from a prompt: the rendering's own where its tokens part
-        at the border, else those of the text alone, as a verifier goes on."""
+        """Ids of a text that goes on from a prompt, as a verifier goes on: those of the text alone,
+        but for a tokenizer that puts a space before a text."""
+        if self.goes_on:
+            return self.ids(text)
         full = self.ids(prompt_text + text)
         if full[: len(prompt)] == prompt:
             return full[len(prompt) :]

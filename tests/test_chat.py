@@ -200,6 +200,37 @@ def test_conversations_that_make_no_sample(templates, messages, reason):
         templates["chatml"].encode(messages)
 
 
+@pytest.mark.parametrize("name", ["mistral", "chatml", "glm"])
+@pytest.mark.parametrize("scheme", ["always", "first"])
+def test_a_tokenizer_that_puts_a_space_before_a_text(name, scheme):
+    """As sentencepiece does: the answer behind its prompt must not get one, but where each part of
+    a rendering does."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = ["\n", "▁", *map(chr, range(33, 127))]
+    inner = Tokenizer(models.BPE({c: n for n, c in enumerate(letters)}, []))
+    inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    inner.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    case = CASES[name]
+    own = PreTrainedTokenizerFast(tokenizer_object=inner)
+    own.add_special_tokens({"additional_special_tokens": list(case.special)})
+    own.chat_template = case.source
+    template = Template(own, tuple(own.added_tokens_encoder[token] for token in case.ends))
+    assert not template.goes_on
+    talk = [("Hi there", "Hello!"), ("Name two", "Red\n\nGreen")]
+    samples = template.encode(turns(*talk))
+    tokens = [
+        "".join(own.convert_ids_to_tokens([i for i, m in pairs if m]))
+        for pairs in (list(zip(s.input_ids, s.loss_mask, strict=True)) for s in samples)
+    ]
+    want = "".join(case.said(a, "") for _, a in talk).replace(" ", "▁")
+    assert "".join(tokens) == want or scheme == "always"
+    finished = template.ids(template.text(turns(*talk), False))
+    if scheme == "always":
+        assert samples[-1].input_ids[: len(finished)] == finished[: len(samples[-1].input_ids)]
+
+
 def test_an_assistant_that_speaks_first_is_context(templates):
     messages = [{"role": "assistant", "content": "Welcome."}, *turns(("Hi", "Hello!"))]
     (sample,) = templates["chatml"].encode(messages)
