@@ -1,6 +1,6 @@
 """Stage 1 beside `speculators prepare-data` on the same conversations and tokenizer.
 
-Usage: python benchmarks/peer_prepare.py MODEL CONVERSATIONS.jsonl FOLDER
+Usage: python benchmarks/peer_prepare.py MODEL CONVERSATIONS.jsonl FOLDER (rows with `conversations`)
 Theirs renders through a running vLLM server, which this starts on this machine (its start is not
 counted). Prints a JSON line: both rates; of their rows, a turn each: how many are a beginning of
 one of ours, id for id; and over those, the places where the masks differ, by their token.
@@ -33,7 +33,7 @@ def main() -> None:
         port = s.getsockname()[1]
     server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
     server += ["--port", str(port), "--host", "127.0.0.1", "--enforce-eager"]
-    server += ["--max-model-len", str(LONGEST)]
+    server += ["--max-model-len", str(LONGEST), "--enable-scale-out"]
     with open(folder / "server.log", "w") as log:
         process = subprocess.Popen(server, stdout=log, stderr=log, start_new_session=True)
     url = f"http://127.0.0.1:{port}"
@@ -87,7 +87,7 @@ def compare(folder: Path, model: str) -> dict[str, Any]:
     same = 0
     differ: Counter[str] = Counter()
     for row in rows:
-        ids, mask = list(row["input_ids"]), list(row["loss_mask"])
+        ids, mask = ([int(x) for x in row[key]] for key in ("input_ids", "loss_mask"))
         known = next((n for n in range(len(ids), 0, -1) if tuple(ids[:n]) in turns), None)
         if known is None:
             continue
