@@ -1,6 +1,7 @@
 """Stage 1 beside `speculators prepare-data` on the same conversations and tokenizer.
 
-Usage: python benchmarks/peer_prepare.py MODEL CONVERSATIONS.jsonl FOLDER (rows with `conversations`)
+Usage: python benchmarks/peer_prepare.py MODEL CONVERSATIONS.jsonl FOLDER
+The rows have `conversations`, the one form that theirs takes.
 Theirs renders through a running vLLM server, which this starts on this machine (its start is not
 counted). Prints a JSON line: both rates; of their rows, a turn each: how many are a beginning of
 one of ours, id for id; and over those, the places where the masks differ, by their token.
