@@ -241,8 +241,13 @@ class Template:
         if not turns:
             raise RowError("no prompt", "the assistant speaks first, and nobody after")
         samples: list[Encoded] = []
+        unseen: list[str] = []
+        first = messages[: turns[0]]
+        if tools and self.text(first, True, tools) == self.text(first, True):
+            unseen = ["note: conversations whose tools the template does not show"]
         for n in turns:
             prompt, answer, notes = self.turn(messages, n, tools)
+            notes, unseen = unseen + notes, []
             last = samples[-1] if samples else None
             if last is not None and prompt[: len(last.input_ids)] == last.input_ids:
                 mask = last.loss_mask + [0] * (len(prompt) - len(last.input_ids))

@@ -89,6 +89,10 @@ def messages_of(row: dict[str, Any], form: str | None = None) -> list[dict[str, 
     system = row.get("system")
     if isinstance(system, str) and system and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
+    try:
+        json.dumps(messages, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise bad_row("text that is not Unicode", "it holds half of a surrogate pair") from None
     return messages
 
 

@@ -173,6 +173,11 @@ def test_tool_calls_are_part_of_the_answer(templates):
         templates["chatml"].encode(messages)
 
 
+def test_tools_that_the_template_does_not_show_are_noted(templates):
+    (sample,) = templates["chatml"].encode(turns(("a", "b"), ("c", "d")), [CALL])
+    assert sample.notes == ["note: conversations whose tools the template does not show"]
+
+
 def test_the_next_roles_token_ends_a_turn_before_a_tool(templates):
     messages = [
         {"role": "user", "content": "1+1?"},

@@ -69,6 +69,7 @@ def test_what_stands_beside_a_conversation():
         ({"text": "x"}, "needs messages, conversations, .* has text"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": 1}]}]}, "without a name"),
         ({"messages": TALK, "tools": "{"}, "tools: not JSON"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "half of a surrogate pair"),
     ],
 )
 def test_rows_that_are_no_conversation(row, text):
