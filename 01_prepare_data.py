@@ -34,13 +34,7 @@ def parse_args():
         default="cut",
         help="what becomes of samples over --max-seq-len (split: each part a text of its own)",
     )
-    p.add_argument(
-        "--template-args",
-        type=cli.json_object,
-        default={},
-        metavar="JSON",
-        help='variables of the chat template, as {"enable_thinking": false}',
-    )
+    p.add_common("--template-args")
     p.add_argument(
         "--keep-unfinished",
         action="store_true",

@@ -156,6 +156,12 @@ class Parser(argparse.ArgumentParser):
                 metavar="I",
                 help="layers captured, 0-based (default 2, n//2, n-3, n-1)",
             ),
+            "--template-args": dict(
+                type=json_object,
+                default={},
+                metavar="JSON",
+                help='variables of the chat template, as {"enable_thinking": false}',
+            ),
             "--seed": dict(type=int, default=0, help="seed of everything random"),
             "--dry-run": dict(action="store_true", help="check everything, print the plan, stop"),
             "--overwrite": dict(action="store_true", help="replace what the output folder holds"),

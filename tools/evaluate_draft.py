@@ -26,6 +26,7 @@ def parse_args():
     p.add_argument("--draft", metavar="DIR", help="checkpoint written by 04")
     p.add_argument("--prompts", nargs="+", metavar="FILE", help="held-out chat rows")
     p.add_common("--output-dir", "--max-samples", "--max-seq-len", "--hidden-states")
+    p.add_common("--template-args")
     p.add_argument("--num-speculative-tokens", type=cli.positive_int, default=3, metavar="N")
     p.add_argument("--max-new-tokens", type=cli.positive_int, default=256, metavar="TOKENS")
     p.add_argument("--tp-size", type=cli.positive_int, default=1, metavar="GPUS")
@@ -60,6 +61,7 @@ def main() -> None:
     settings = {
         "num_speculative_tokens": args.num_speculative_tokens,
         "max_new_tokens": args.max_new_tokens,
+        "template_args": args.template_args,
         "max_samples": args.max_samples,
         "max_seq_len": args.max_seq_len,
         "batch_size": args.batch_size,
@@ -88,7 +90,7 @@ def main() -> None:
     @functools.cache
     def template():
         tokenizer = chat.load_tokenizer(args.model_path, args.trust_remote_code)
-        return chat.Template(tokenizer, model.end_ids)
+        return chat.Template(tokenizer, model.end_ids, args.template_args)
 
     longest = min(args.max_seq_len, (model.max_positions or 2**31) - 1) - args.max_new_tokens
     asked, _ = prompts.load_prompts(found, template, model.vocab_size, longest)

@@ -47,13 +47,7 @@ def parse_args():
         action="store_true",
         help="answer every turn, each after the verifier's own answers to those before",
     )
-    p.add_argument(
-        "--template-args",
-        type=cli.json_object,
-        default={},
-        metavar="JSON",
-        help='variables of the chat template, as {"enable_thinking": false}',
-    )
+    p.add_common("--template-args")
     p.add_argument(
         "--endpoint", metavar="URL", help="ask this server instead, as http://localhost:8000/v1"
     )
