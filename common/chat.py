@@ -259,6 +259,13 @@ class Template:
         return samples
 
 
+def load_template(
+    model_path: str, trust_remote_code: bool, end_ids: tuple[int, ...], options: dict[str, Any]
+) -> Template:
+    """The template of a verifier's tokenizer; see load_tokenizer and Template."""
+    return Template(load_tokenizer(model_path, trust_remote_code), end_ids, options)
+
+
 def reasoning_of(message: dict[str, Any]) -> str:
     """A turn's reasoning: its own field, or what its content has before `</think>`."""
     reasoning = message.get("reasoning_content", "")

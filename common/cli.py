@@ -100,6 +100,17 @@ def counted(high: int) -> Callable[[str], int]:
     return number
 
 
+def weight_of(value: str, where: str) -> float:
+    """The number of a `weight=..` option; UserError for one that is no share."""
+    try:
+        weight = float(value)
+    except ValueError:
+        weight = 0.0
+    if not 0 < weight < float("inf"):
+        raise UserError(f"{where}: weight is a number over 0")
+    return weight
+
+
 def path_text(text: str) -> str:
     """A path; not the empty one of an unset variable, which would mean the current folder."""
     if not text:

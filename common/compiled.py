@@ -33,9 +33,8 @@ def region(function: F) -> F:
         if not args[0].is_cuda:
             return function(*args)
         for arg in args:
-            for tensor in arg if isinstance(arg, list) else [arg]:
-                if isinstance(tensor, torch.Tensor) and not weight(tensor):
-                    torch._dynamo.maybe_mark_dynamic(tensor, 0)
+            if isinstance(arg, torch.Tensor) and not weight(arg):
+                torch._dynamo.maybe_mark_dynamic(arg, 0)
         return compiled()(*args)
 
     return call  # type: ignore[return-value]

@@ -1,5 +1,6 @@
 """Rows → tokenized samples, on all cores, in the rows' order and constant memory."""
 
+import functools
 import hashlib
 import itertools
 import json
@@ -7,6 +8,7 @@ import multiprocessing
 import os
 import signal
 import sys
+from array import array
 from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -14,7 +16,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from common.chat import Encoded, Template, load_tokenizer
+from common.chat import Encoded, Template, load_template
 from common.cli import UserError
 from common.conversations import RowError, bad_row, messages_of, tools_of
 from common.rows import Row
@@ -62,19 +64,16 @@ class Made:
 
 
 class RowEncoder:
-    """Turns rows into samples; the tokenizer is loaded at the first chat row, for tokenized rows
-    need none."""
+    """Turns rows into samples."""
 
     def __init__(self, rules: Rules):
         self.rules = rules
-        self._template: Template | None = None
 
-    @property
+    @functools.cached_property
     def template(self) -> Template:
-        if self._template is None:
-            tokenizer = load_tokenizer(self.rules.model_path, self.rules.trust_remote_code)
-            self._template = Template(tokenizer, self.rules.end_ids, self.rules.template_args)
-        return self._template
+        """Loaded at the first chat row, for tokenized rows need none."""
+        r = self.rules
+        return load_template(r.model_path, r.trust_remote_code, r.end_ids, r.template_args)
 
     def encode(self, row: Row) -> Made:
         """UserError for a row that is no conversation, unless bad rows are skipped."""
@@ -143,14 +142,14 @@ class RowEncoder:
 
 def line_of(sample: dict[str, Any]) -> Line:
     ids, mask = sample["input_ids"], sample["loss_mask"]
-    content = hashlib.blake2b(json.dumps([ids, mask]).encode(), digest_size=16).digest()
+    content = hashlib.blake2b(array("q", ids).tobytes() + bytes(mask), digest_size=16).digest()
     return Line(json.dumps(sample) + "\n", content, len(ids), sum(mask))
 
 
 def conversation_name(content: Any) -> str:
     """Name of a conversation without an id, by its content."""
     text = json.dumps(content, sort_keys=True, ensure_ascii=False)
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 # ---------------------------------------------------------------- on all cores

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from common.artifacts import decode_json, sha256_file, sha256_json
-from common.cli import UserError, nearest
+from common.cli import UserError, nearest, weight_of
 from common.conversations import FORMS
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
@@ -60,12 +60,7 @@ def parse_source(text: str) -> Source:
         raise UserError(f"--dataset {text}: form is one of {', '.join(FORMS)}")
     weight = None
     if "weight" in options:
-        try:
-            weight = float(options["weight"])
-        except ValueError:
-            weight = 0.0
-        if not 0 < weight < float("inf"):
-            raise UserError(f"--dataset {text}: weight is a number over 0")
+        weight = weight_of(options["weight"], f"--dataset {text}")
     files = tuple(local_files(Path(name))) if is_local(name) else ()
     return Source(name, files, **options | {"weight": weight})  # type: ignore[arg-type]
 

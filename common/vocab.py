@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from common.artifacts import atomic_file
-from common.cli import UserError
+from common.cli import UserError, weight_of
 from common.samples import prepared_folder
 
 # What a share of all loss tokens is counted in; any token seen at all stays over 0.
@@ -24,14 +24,8 @@ def parse_prepared(texts: list[str]) -> tuple[list[Path], list[float] | None]:
     for text in texts:
         path, comma, weight = text.partition(",weight=")
         folders.append(prepared_folder(path))
-        if not comma:
-            continue
-        try:
-            weights.append(float(weight))
-        except ValueError:
-            weights.append(0.0)
-        if not 0 < weights[-1] < float("inf"):
-            raise UserError(f"--prepared-data {text}: weight is a number over 0")
+        if comma:
+            weights.append(weight_of(weight, f"--prepared-data {text}"))
     if weights and len(weights) < len(folders):
         raise UserError("--prepared-data: give all of them a weight, or none")
     return folders, weights or None

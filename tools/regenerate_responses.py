@@ -103,12 +103,8 @@ def main() -> None:
         progress.log(f"regenerate: {out} is complete (--overwrite makes it again)")
         return
     found = list(rows.read_rows(sources, args.max_samples))
-
-    @functools.cache
-    def template():
-        tokenizer = chat.load_tokenizer(args.model_path, args.trust_remote_code)
-        return chat.Template(tokenizer, model.end_ids, args.template_args)
-
+    parts = args.model_path, args.trust_remote_code, model.end_ids, args.template_args
+    template = functools.cache(functools.partial(chat.load_template, *parts))
     longest = min(args.max_seq_len, (model.max_positions or 2**31) - 1) - args.max_new_tokens
     usable, skipped = prompts.load_prompts(
         found, template, model.vocab_size, longest, args.skip_bad_rows, args.all_turns
