@@ -63,6 +63,12 @@ def main() -> None:
         batch = shift_batch(batch)
         del batch["lengths"]
         batch["document_ids"] = row.sample_T[: len(batch["input_ids"])]
+        # its collate function fills the place that the shift lost, its mask wants whole rows
+        for k, v in batch.items():
+            filling = v.new_full(
+                (a.tokens - len(v), *v.shape[1:]), -1 if k == "document_ids" else 0
+            )
+            batch[k] = torch.cat([v, filling])
         batches.append({k: v[None].to(a.device) for k, v in batch.items()})
     times = []
     for n in range(a.steps + WARM_UP):

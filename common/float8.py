@@ -41,7 +41,8 @@ class Float8Weights:
         found = largest(list(self.weights))
         parts = self.rows_OI.split(self.sizes), self.rows_IO.split(self.sizes, 1)
         for weight_OI, part_OI, part_IO in zip(self.weights, *parts, strict=True):
-            cast(weight_OI, found, part_OI, self.inverse, also=part_IO.T)
+            cast(weight_OI, found, part_OI, self.inverse)
+            cast(weight_OI, found, part_IO.T, self.inverse)
 
     def products(self, x_NI: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
         """(x @ W.T for each matrix, [N, O]; the largest magnitude of x)."""
@@ -127,32 +128,21 @@ def largest_kernel(x, found, size, CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
 
 
 def cast(
-    x: torch.Tensor,
-    found: torch.Tensor,
-    out: torch.Tensor,
-    inverse: torch.Tensor,
-    also: torch.Tensor | None = None,
+    x_RC: torch.Tensor, found: torch.Tensor, out_RC: torch.Tensor, inverse: torch.Tensor
 ) -> None:
     """Write x, scaled so that the largest magnitude `found` is the format's, to `out`, and
-    what undoes the scale to `inverse`, float32 [1].
-
-    Args:
-        x, out, also: [R, C], of any layout; `also` is a second place for the same.
-    """
-    R, C = x.shape
-    places = [out] if also is None else [out, also]
-    strides = [*x.stride(), *out.stride(), *places[-1].stride()]
-    limit = torch.finfo(out.dtype).max
+    what undoes the scale to `inverse`, float32 [1]; x and out of any layout."""
+    R, C = x_RC.shape
+    limit = torch.finfo(out_RC.dtype).max
     grid = (triton.cdiv(R, TILE), triton.cdiv(C, TILE))
-    cast_kernel[grid](
-        x, found, out, places[-1], inverse, R, C, *strides, limit, len(places), TILE, num_warps=8
-    )
+    strides = *x_RC.stride(), *out_RC.stride()
+    cast_kernel[grid](x_RC, found, out_RC, inverse, R, C, *strides, limit, TILE, num_warps=8)
 
 
 @triton.jit
 def cast_kernel(
-    x, found, out, also, inverse, R, C, x_R, x_C, out_R, out_C, also_R, also_C,
-    LIMIT: tl.constexpr, PLACES: tl.constexpr, TILE: tl.constexpr,
+    x, found, out, inverse, R, C, x_R, x_C, out_R, out_C,
+    LIMIT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     r = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)[:, None]
     c = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)[None, :]
@@ -161,9 +151,7 @@ def cast_kernel(
     most = tl.maximum(most, 1e-20, propagate_nan=tl.PropagateNan.ALL)
     value = tl.load(x + r * x_R + c * x_C, mask=inside).to(tl.float32) * (LIMIT / most)
     value = tl.clamp(value, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-    value = value.to(out.dtype.element_ty)
-    tl.store(out + r * out_R + c * out_C, value, mask=inside)
-    if PLACES == 2:
-        tl.store(also + r * also_R + c * also_C, value, mask=inside)
+    # one store a kernel: with a second in the other layout, triton 3.6 left places unwritten
+    tl.store(out + r * out_R + c * out_C, value.to(out.dtype.element_ty), mask=inside)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         tl.store(inverse, most / LIMIT)

@@ -187,6 +187,7 @@ def block_lists(columns_N: torch.Tensor, positions_N: torch.Tensor, T: int) -> l
     part_bb = some_Nb.view(-1, FILL, len(first_b)).any(1) & ~whole_bb
     lists = []
     for dense in (part_bb, whole_bb, part_bb.T, whole_bb.T):
-        indices = torch.argsort(dense.int(), dim=-1, descending=True, stable=True)
+        # in rows, which its kernels take for granted; argsort keeps a transposed layout
+        indices = torch.argsort(dense.int().contiguous(), descending=True, stable=True)
         lists += [dense.sum(-1).int()[None, None], indices.int()[None, None]]
     return lists

@@ -221,6 +221,7 @@ def test_block_lists_are_flex_attentions_own(turns):
     assert len(want) == len(row.blocks) == 8
     assert int(row.blocks[2].sum()) > 0
     assert all(torch.equal(a, b) for a, b in zip(want, row.blocks, strict=True))
+    assert all(x.is_contiguous() for x in row.blocks)  # the kernels read them as rows
 
 
 def test_packing_never_mixes_samples():

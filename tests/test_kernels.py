@@ -66,7 +66,8 @@ def check_casts() -> None:
     half, limit = torch.float16, torch.finfo(torch.float16).max
     rows, columns = torch.empty(200, 150, dtype=half), torch.empty(150, 200, dtype=half)
     inverse = torch.empty(1)
-    cast(x, found, rows, inverse, also=columns.T)
+    cast(x, found, rows, inverse)
+    cast(x, found, columns.T, inverse)
     torch.testing.assert_close(inverse, torch.tensor([most / limit]))
     torch.testing.assert_close(rows.float(), x / inverse, rtol=1e-3, atol=1e-3)
     assert torch.equal(columns.T, rows)
