@@ -1,20 +1,22 @@
 """Stage 3's states of every family of verifier on this machine, against transformers.
 
-Usage: python benchmarks/architectures.py [--tp-size N] [NAME...]
+Usage: python benchmarks/architectures.py [--tp-size N...] [NAME...]
 NAME is one of tests/tiny_models.py, default all.
 
-The checks of tests/test_architectures.py, but script 03 runs inside this process, which
-saves importing vLLM ten times. One JSON line a family.
+The checks of tests/test_architectures.py, with the batches in a second order. One JSON line a
+family and size.
 """
 
 import argparse
-import importlib.util
 import json
 import os
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -31,56 +33,57 @@ from tests.test_architectures import (
 from tests.tiny_models import ARCHITECTURES
 
 
-def script_03() -> Any:
-    spec = importlib.util.spec_from_file_location("script_03", ROOT / "03_extract_hidden_states.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def main() -> None:
     p = argparse.ArgumentParser()
     p.add_argument("names", nargs="*", default=list(ARCHITECTURES))
-    p.add_argument("--tp-size", type=int, default=1)
+    p.add_argument("--tp-size", type=int, nargs="+", default=[1])
     a = p.parse_args()
-    extract = script_03()
     for name in a.names:
         folder = Path(tempfile.mkdtemp())
-        print(json.dumps(check(extract, name, folder, a.tp_size)), flush=True)
-    os._exit(0)
+        path = ARCHITECTURES[name](folder / "model")
+        (folder / "tokenized_data.jsonl").write_text("".join(json.dumps(r) + "\n" for r in ROWS))
+        expected = transformers_states(path)
+        for ranks in a.tp_size:
+            print(json.dumps(check(name, folder, ranks, expected)), flush=True)
 
 
-def check(extract: Any, name: str, folder: Path, ranks: int) -> dict[str, Any]:
+def check(name: str, folder: Path, ranks: int, expected: Any) -> dict[str, Any]:
     from common.hidden_files import hidden_file, read_hidden
     from common.verifier import load_verifier
 
-    path = ARCHITECTURES[name](folder / "model")
-    data = folder / "tokenized_data.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    path = folder / "model"
     model = load_verifier(str(path))
     n = model.num_layers
     layers = [1, 3, n - 2, n - 1]
+    side_by_side = torch.cuda.device_count() >= 2 * ranks
 
-    def run(out: Path, *more: str):
-        sys.argv = ["03", "--model-path", str(path), "--prepared-data", str(folder),
-                    "--output-dir", str(out), "--layers", *map(str, layers), "--max-seq-len", "256",
-                    "--gpu-memory-utilization", "0.05",
-                    "--tp-size", str(ranks), *more]  # fmt: skip
-        extract.main()
+    def start(out: Path, first_gpu: int, *more: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, str(ROOT / "03_extract_hidden_states.py"),
+                   "--model-path", str(path), "--prepared-data", str(folder),
+                   "--output-dir", str(out), "--layers", *map(str, layers), "--max-seq-len", "256",
+                   "--gpu-memory-utilization", "0.05", "--tp-size", str(ranks), *more]  # fmt: skip
+        gpus = {"CUDA_VISIBLE_DEVICES": ",".join(str(first_gpu + n) for n in range(ranks))}
+        return subprocess.Popen(command, env=os.environ | (gpus if side_by_side else {}))
+
+    def states_of(out: Path) -> list[torch.Tensor]:
         return [read_hidden(hidden_file(out, i))[0].float() for i in range(len(ROWS))]
 
-    states = run(folder / "one", "--max-batch-tokens", "512")
-    other = run(folder / "other", "--max-batch-tokens", "300", "--batch-size", "3")
-    want, logprobs = transformers_states(path)
+    one, other = folder / f"one{ranks}", folder / f"other{ranks}"
+    first = start(one, 0, "--max-batch-tokens", "512")
+    if not side_by_side:
+        first.wait()
+    second = start(other, ranks, "--max-batch-tokens", "300", "--batch-size", "3")
+    if first.wait() or second.wait():
+        sys.exit(f"03 failed on {name} at TP={ranks}")
+    states, other_states = states_of(one), states_of(other)
+    want, logprobs = expected
     found = {"model": model, "states": states, "logprobs": logprobs}
     last, before = logprob_difference(found, -1), logprob_difference(found, -2)
     errors = [
         median_error([x[:, k] for x in states], [w[:, layer] for w in want])
         for k, layer in enumerate(layers)
     ]
-    order = median_error([x.flatten(0, 1) for x in other], [x.flatten(0, 1) for x in states])
+    order = median_error([x.flatten(0, 1) for x in other_states], [x.flatten(0, 1) for x in states])
     return {
         "architecture": name,
         "tensor_parallel_size": ranks,
