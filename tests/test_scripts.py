@@ -120,7 +120,12 @@ def test_evaluation_serves_the_draft_both_ways(tiny_stages, tmp_path):
         "--hidden-states", tiny_stages["hidden"], "--output-dir", out,
         "--engine-args", '{"enforce_eager": true}',
     ]  # fmt: skip
-    assert "acceptance length" in last_line(must(script("tools/evaluate_draft.py", *args)))
+    half = out / "with_draft.json"
+    killed("tools/evaluate_draft.py", args, half.exists, signal.SIGKILL)
+    continued = must(script("tools/evaluate_draft.py", *args))
+    assert "measured by an earlier run" in continued.stdout
+    assert "acceptance length" in last_line(continued)
+    assert not half.exists()
     result = json.loads((out / "result.json").read_text())
     low, high = result["interval_95"]
     assert low <= result["acceptance_length"] <= high

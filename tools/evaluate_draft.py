@@ -7,6 +7,7 @@ that the tensor entering the draft's `fc` inside vLLM is what 03 stored for the 
 tokens: training and serving must mean the same layers, and acceptance does not show it.
 """
 
+import dataclasses
 import functools
 import random
 import sys
@@ -18,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common import artifacts, cli, progress
 
 STAGE = "evaluate"
+WITH_DRAFT = "with_draft.json"  # what was measured with the draft, until the rest is
 
 
 def parse_args():
@@ -116,14 +118,28 @@ def main() -> None:
         },
     }
     decode = (asked, model.end_ids, args.max_new_tokens)
-    checked = {}
-    with engine.running(with_draft, args.engine_args, "evaluate") as llm:
-        if stored is not None:
-            checked = served_states.check_served(llm, *stored, draft, model)
-        before = serving.spec_counters(llm)
-        drafted = serving.generate(llm, *decode, "with draft")
-        counters = {k: v - before.get(k, 0) for k, v in serving.spec_counters(llm).items()}
-    del llm
+    half = out / WITH_DRAFT
+    if state == "in_progress" and half.exists():
+        progress.log(
+            "evaluate: the draft was measured by an earlier run; the verifier alone is left"
+        )
+        drafted, counters, checked = read_half(half)
+    else:
+        with engine.running(with_draft, args.engine_args, "evaluate") as llm:
+            checked = (
+                {} if stored is None else served_states.check_served(llm, *stored, draft, model)
+            )
+            before = serving.spec_counters(llm)
+            drafted = serving.generate(llm, *decode, "with draft")
+            counters = {k: v - before.get(k, 0) for k, v in serving.spec_counters(llm).items()}
+        del llm
+        if args.overwrite:
+            artifacts.empty_output(out)
+        # a verifier that does not come up a second time costs no more than that
+        begun = artifacts.report(STAGE, settings, inputs, {}, None, 0)
+        artifacts.write_json(out / artifacts.REPORT, begun)
+        rest = {"counters": counters, "checked": checked}
+        artifacts.write_json(half, dataclasses.asdict(drafted) | rest)
     with engine.running(base, args.engine_args, "evaluate") as llm:
         plain = serving.generate(llm, *decode, "verifier alone")
 
@@ -131,8 +147,6 @@ def main() -> None:
     result = summary(plain, drafted, counters, args.num_speculative_tokens, args.seed)
     result |= checked
     table = format_table(result, args, len(asked))
-    if args.overwrite:
-        artifacts.empty_output(out)
     (out / "table.txt").write_text(table + "\n", encoding="utf-8")
     artifacts.write_json(out / "result.json", result)
     digest = artifacts.sha256_file(out / "result.json")
@@ -141,6 +155,7 @@ def main() -> None:
         out / artifacts.REPORT,
         artifacts.report(STAGE, settings, inputs, {"prompts": len(asked)}, digest, seconds),
     )
+    half.unlink()
     progress.log(table)
     low, high = result["interval_95"]
     progress.log(
@@ -148,6 +163,16 @@ def main() -> None:
         f" (95% {low:.3f} to {high:.3f}) over {len(asked)} prompts;"
         f" {progress.duration(seconds)} -> {out}"
     )
+
+
+def read_half(path: Path) -> tuple:
+    """(Run with the draft, its counters, the check of its states) of an earlier run."""
+    from common import serving
+
+    found = artifacts.read_json(path)
+    answers = {k: serving.Answer(**v) for k, v in found["answers"].items()}
+    run = serving.Run(answers, found["tokens"], found["seconds"])
+    return run, found["counters"], found["checked"]
 
 
 def summary(plain, drafted, counters, depths: int, seed: int) -> dict:
