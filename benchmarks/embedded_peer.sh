@@ -23,7 +23,7 @@ stage ours 04_train.py $C $INPUTS --output-dir "$W/ours" --epochs "$EPOCHS"
 stage ours-float8 04_train.py $C $INPUTS --output-dir "$W/ours-float8" --epochs "$EPOCHS" --float8
 stage layout tools/speculators_layout.py $INPUTS --output-dir "$W/layout"
 # the held-out share is ours; layers 2, 15, 27 are its ids 3, 16, 28
-stage theirs -m speculators.train --speculator-type eagle3 --data-path "$W/layout" \
+stage theirs benchmarks/peer_trainer.py --speculator-type eagle3 --data-path "$W/layout" \
     --verifier-name-or-path models/smollm2-135m-instruct --target-layer-ids 3 16 28 \
     --draft-vocab-size 8192 --on-missing raise --train-data-ratio 0.95 --epochs "$EPOCHS" \
     --save-path "$W/theirs"

@@ -5,10 +5,14 @@ python benchmarks/train_step.py --profile  # and where a step's time goes, by ke
 """
 
 import argparse
+import contextlib
+import fcntl
 import json
+import os
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -50,6 +54,28 @@ def add_shape(p: argparse.ArgumentParser) -> None:
     p.add_argument("--ttt-steps", type=int, default=3)
     p.add_argument("--rule", default="answer")
     p.add_argument("--steps", type=int, default=6)
+    p.add_argument("--together", nargs=2, metavar=("DIR", "COUNT"), help="see timed_alone")
+
+
+@contextlib.contextmanager
+def timed_alone(together: list[str] | None) -> Iterator[None]:
+    """For COUNT processes that share a GPU's memory and the minutes of compiling: wait until all
+    have warmed up (each leaves a file in DIR), then for this one's turn on the idle GPU."""
+    if together is None:
+        yield
+        return
+    torch.cuda.synchronize()
+    folder, count = Path(together[0]), int(together[1])
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{os.getpid()}.ready").touch()
+    began = time.monotonic()
+    while len(list(folder.glob("*.ready"))) < count:
+        if time.monotonic() > began + 300:
+            raise SystemExit(f"{folder}: the others do not come up")
+        time.sleep(0.1)
+    with open(folder / "turn", "w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        yield
 
 
 def shape_of(a: argparse.Namespace) -> DraftShape:
@@ -118,7 +144,8 @@ def main() -> None:
     for n in range(WARM_UP):
         step(n)
     warm_up = time.perf_counter() - began
-    times, launches = zip(*[step(n) for n in range(a.steps)], strict=True)
+    with timed_alone(a.together):
+        times, launches = zip(*[step(n) for n in range(a.steps)], strict=True)
     row = rows[(a.steps - 1) % len(rows)]
     losses = [one.real for one in row.losses]
     flops = flops_of_step(shape, a.tokens, len(row.columns_N), losses, a.train_lm_head)

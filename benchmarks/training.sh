@@ -23,22 +23,19 @@ files() { # a random verifier of eight layers, data, map and hidden states, by 0
     timed extract "$PY" 03_extract_hidden_states.py --model-path "$MODEL" --layers 2 4 5 7 \
         --prepared-data "$FAST/data" --output-dir "$FAST/hidden" --gpu-memory-utilization 0.85
 }
+steps() { # FLAGS: four processes that compile at once and are timed one after another
+    local together="--together $(mktemp -d) 4" ours="benchmarks/train_step.py --rule next"
+    "$PY" benchmarks/peer_training.py $1 $together &
+    "$PY" $ours $1 $together --no-train-lm-head &
+    "$PY" $ours $1 $together &
+    "$PY" $ours $1 $together --float8 &
+    wait
+}
 mkdir -p "$FAST" "$DISK"
 for part in ${PARTS:-step depths7 whole whole-float8 peer-whole}; do
     case $part in
-    step)
-        "$PY" benchmarks/peer_training.py
-        "$PY" benchmarks/train_step.py --no-train-lm-head --rule next --profile
-        "$PY" benchmarks/train_step.py --rule next
-        "$PY" benchmarks/train_step.py --no-train-lm-head --rule next --float8 --profile
-        "$PY" benchmarks/train_step.py --rule next --float8
-        ;;
-    depths7)
-        "$PY" benchmarks/peer_training.py --ttt-steps 7 --tokens 4096
-        "$PY" benchmarks/train_step.py --ttt-steps 7 --tokens 4096 --no-train-lm-head --rule next
-        "$PY" benchmarks/train_step.py --ttt-steps 7 --tokens 4096 --rule next
-        "$PY" benchmarks/train_step.py --ttt-steps 7 --tokens 4096 --rule next --float8
-        ;;
+    step) steps "" ;;
+    depths7) steps "--ttt-steps 7 --tokens 4096" ;;
     whole | whole-float8)
         files
         [ $part = whole ] && more=() || more=(--float8)
@@ -55,11 +52,12 @@ for part in ${PARTS:-step depths7 whole whole-float8 peer-whole}; do
             --hidden-states "$FAST/hidden" --output-dir "$FAST/layout" | tail -1
         echo "{\"model_type\": \"llama\", \"hidden_size\": 7168, \"vocab_size\": 163840, $SHAPE,
             \"num_hidden_layers\": 1, \"max_position_embeddings\": 8192}" > "$FAST/draft.json"
-        timed peer-train "$PY" -m speculators.train --speculator-type eagle3 \
+        # the verifier has no tokenizer to take a mask token from; one checkpoint, at the end
+        timed peer-train "$PY" benchmarks/peer_trainer.py --speculator-type eagle3 \
             --verifier-name-or-path "$MODEL" --draft-config "$FAST/draft.json" \
             --target-layer-ids 3 5 6 --data-path "$FAST/layout" --draft-vocab-size 32000 \
-            --on-missing raise --epochs 10 --train-data-ratio 1.0 --optimizer adamw \
-            --save-path "$DISK/peer"
+            --mask-token-id 0 --on-missing raise --epochs 10 --checkpoint-freq 10 \
+            --train-data-ratio 0.999 --optimizer adamw --save-path "$DISK/peer"
         ;;
     esac
 done
