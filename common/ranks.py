@@ -4,8 +4,9 @@ Every rank holds the weights and trains on its own rows of a step; gradients are
 ranks, and each rank keeps the optimizer state of a part of the parameters (ZeRO-1).
 """
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -13,7 +14,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from common.cli import UserError
+from common.cli import UserError, one_line
 
 T = TypeVar("T")
 
@@ -32,18 +33,38 @@ class Ranks:
     def in_turn(self, function: Callable[[], T]) -> T:
         """Run on the first rank, then on the others, which see what it left on the disk."""
         if not self.first:
-            dist.barrier()
+            with self.together():
+                dist.barrier()
         try:
             return function()
         finally:
             if self.first and self.world > 1:
-                dist.barrier()
+                with self.together():
+                    dist.barrier()
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Add up a tensor over all ranks, in place."""
         if self.world > 1:
-            dist.all_reduce(tensor)
+            with self.together():
+                dist.all_reduce(tensor)
         return tensor
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """For what waits for the other ranks: UserError where one of them has ended. (With NCCL
+        nothing is raised; torchrun ends the others within half a minute.)"""
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as e:
+            if self.world == 1:
+                raise
+            raise UserError(
+                f"rank {self.rank} has lost another rank ({one_line(e, 150)}): that one was killed,"
+                " or says its reason itself; run the same command again to continue from the last"
+                " state"
+            ) from None
 
     def agree(self, ok: bool) -> bool:
         """Whether all ranks are ok; waits for all of them."""

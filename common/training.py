@@ -105,7 +105,8 @@ class Trainer:
                 group["lr"] = lr
         norm = torch.nn.utils.clip_grad_norm_(trained, self.clip)
         for optimizer in self.optimizers:
-            optimizer.step()
+            with self.ranks.together():
+                optimizer.step()
             optimizer.zero_grad()
         self.products.refresh()
         return StepSums.fetch(torch.cat([noted, norm.view(1)]), weights)

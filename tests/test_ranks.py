@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
 from tests.conftest import ROOT, must, script, train_args
@@ -64,5 +65,24 @@ def test_one_process_goes_on_where_two_were_stopped(tiny_stages, alone, tmp_path
     assert run.returncode != 0
     assert "saved; run again to continue" in errors, output + errors
     again = must(script("04_train.py", *args))  # two rows a step, as it was begun
+    assert "continuing after step" in again.stdout
+    assert losses(out) == pytest.approx(losses(alone), abs=1e-5)
+
+
+def test_a_killed_rank_ends_the_run_clearly(tiny_stages, alone, tmp_path):
+    out = tmp_path / "draft"
+    args = train_args(tiny_stages, out, *SETTINGS, "--save-every", 2)
+    run = two_ranks(args)
+    while run.poll() is None and not list((out / "state").glob("step_*")):
+        time.sleep(0.02)
+    ranks = [p for p in psutil.Process(run.pid).children() if "04_train.py" in p.cmdline()]
+    ranks[1].kill()
+    killed = time.monotonic()
+    _, errors = run.communicate(timeout=60)
+    assert time.monotonic() - killed < 60
+    assert run.returncode != 0
+    assert "has lost another rank" in errors
+    assert "common/training.py" not in errors  # no traceback of ours
+    again = must(script("04_train.py", *args))
     assert "continuing after step" in again.stdout
     assert losses(out) == pytest.approx(losses(alone), abs=1e-5)
