@@ -1,0 +1,232 @@
+"""Stages 3 and 4 on one and on several GPUs of a box: same numbers, how fast, and what a killed
+rank costs. Prints a JSON line a measurement.
+
+    python benchmarks/many_gpus.py FAST DISK --sizes 1 2 4 8
+
+FAST: a RAM disk for the verifier, of Kimi-K2.5's shape with eight layers and random weights, and
+the states (30 GB a size, two at once); DISK: drafts. --parts extract train kill, in any number of
+calls on one machine. On CPUs for a try: --verifier DIR --data DIR --layers N N N N --draft JSON.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import psutil
+import torch
+
+from benchmarks.extraction import make_data, make_model, report
+from common.hidden_files import hidden_file, read_hidden
+
+# of Kimi-K2.5's published drafts
+KIMI_DRAFT = (
+    '{"intermediate_size": 18432, "num_attention_heads": 64, "num_key_value_heads": 64,'
+    ' "head_dim": 128, "rope_theta": 1e6, "rms_norm_eps": 1e-6}'
+)
+COMPARED = 20  # samples whose states are compared
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    p.add_argument("fast", type=Path)
+    p.add_argument("disk", type=Path)
+    p.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 4, 8])
+    p.add_argument("--parts", nargs="+", default=["extract", "train", "kill"])
+    p.add_argument("--verifier", type=Path)
+    p.add_argument("--data", type=Path)
+    p.add_argument("--layers", nargs=4, default=["2", "4", "5", "7"])
+    p.add_argument("--draft", default=KIMI_DRAFT)
+    p.add_argument("--draft-vocab-size", type=int, default=32000)
+    p.add_argument("--epochs", type=int, default=2)
+    p.add_argument("--max-batch-tokens", type=int, default=8192)
+    a = p.parse_args()
+    # NVLink multicast, which this turns on, is not to be had on every machine
+    os.environ.setdefault("VLLM_ALLREDUCE_USE_SYMM_MEM", "0")
+    a.disk.mkdir(parents=True, exist_ok=True)
+    if a.verifier is None:
+        a.verifier = a.fast / "kimi8"
+        if not (a.verifier / "model.safetensors.index.json").exists():
+            make_model("kimi8", a.verifier, "cuda")
+    if a.data is None:
+        a.data = a.fast / "data"
+        make_data(a.data)
+    for part in a.parts:
+        {"extract": extract, "train": train, "kill": kill}[part](a)
+
+
+def show(**found: Any) -> None:
+    print(json.dumps(found), flush=True)
+
+
+def start(log: Path, *command: Any) -> subprocess.Popen[bytes]:
+    with open(log, "w") as out:
+        return subprocess.Popen(
+            [sys.executable, *map(str, command)], cwd=ROOT, stdout=out, stderr=out
+        )
+
+
+def must(log: Path, *command: Any) -> str:
+    """Run a script to its end; returns what it printed."""
+    code = start(log, *command).wait()
+    text = log.read_text()
+    if code:
+        sys.exit(f"{log}: status {code}\n" + "\n".join(text.splitlines()[-8:]))
+    return text
+
+
+# ---------------------------------------------------------------- stage 3
+
+
+def extraction(a: argparse.Namespace, size: int, out: Path, *more: str) -> list[Any]:
+    return [
+        "03_extract_hidden_states.py", "--model-path", a.verifier, "--prepared-data", a.data,
+        "--output-dir", out, "--layers", *a.layers, "--tp-size", size,
+        "--gpu-memory-utilization", 0.85, "--max-batch-tokens", a.max_batch_tokens, *more,
+    ]  # fmt: skip
+
+
+def states_folder(a: argparse.Namespace, size: int) -> Path:
+    return a.fast / f"hidden{size}"
+
+
+def extract(a: argparse.Namespace) -> None:
+    """Rates at every size, and states against those of the first."""
+    for size in a.sizes:
+        out = states_folder(a, size)
+        text = must(a.disk / f"extract{size}.log", *extraction(a, size, out, "--overwrite"))
+        checks = [x.strip() for x in text.splitlines() if "self-check" in x or " loaded in " in x]
+        show(**(report(out, f"extract, TP={size}") | {"log": checks}))
+        if size != a.sizes[0]:
+            show(what=f"states, TP={size}", **difference(states_folder(a, a.sizes[0]), out))
+            shutil.rmtree(out)
+
+
+def difference(one: Path, other: Path) -> dict[str, float]:
+    """Relative error of a token's states, over tokens and layers."""
+    errors = []
+    for index in range(COMPARED):
+        x, y = (read_hidden(hidden_file(f, index))[0].float() for f in (one, other))
+        errors.append(((y - x).norm(dim=-1) / x.norm(dim=-1)).flatten())
+    found = torch.cat(errors)
+    return {
+        "median": round(float(found.median()), 5),
+        "largest": round(float(found.max()), 5),
+        "equal_share": round(float((found == 0).float().mean()), 3),
+    }
+
+
+# ---------------------------------------------------------------- stage 4
+
+
+def training(a: argparse.Namespace, size: int, out: Path, *more: Any) -> list[Any]:
+    """04 on `size` GPUs; every size takes the same rows a step."""
+    vocab = a.fast / "map"
+    if not (vocab / "data_config.json").exists():
+        must(a.disk / "vocab.log", "02_build_vocab_map.py", "--model-path", a.verifier,
+             "--prepared-data", a.data, "--output-dir", vocab,
+             "--draft-vocab-size", a.draft_vocab_size)  # fmt: skip
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node", size] if size > 1 else []
+    return [
+        *launch, "04_train.py", "--model-path", a.verifier, "--prepared-data", a.data,
+        "--vocab-map", vocab, "--hidden-states", states_folder(a, a.sizes[0]), "--output-dir", out,
+        "--layers", *a.layers, "--draft", a.draft, "--lr", 1e-4, "--heldout-fraction", 0,
+        "--epochs", a.epochs, "--max-batch-tokens", a.max_batch_tokens,
+        "--rows-per-step", max(a.sizes), *more,
+    ]  # fmt: skip
+
+
+def metrics(out: Path) -> list[dict]:
+    path = out / "metrics.jsonl"
+    return [json.loads(x) for x in path.read_text().splitlines()] if path.exists() else []
+
+
+def train(a: argparse.Namespace) -> None:
+    """Rates at every size, and the losses against those of the first."""
+    first: list[float] = []
+    alone = 0.0
+    for size in a.sizes:
+        out = a.disk / f"draft{size}"
+        command = training(a, size, out, "--save-every", 10**6, "--overwrite")
+        must(a.disk / f"train{size}.log", *command)
+        steps = [x for x in metrics(out) if "loss" in x]
+        losses = [x["loss"] for x in steps]
+        # the first steps wait for the files' first reading
+        rate = sorted(x["tokens_per_second"] for x in steps)[len(steps) // 2]
+        first, alone = first or losses, alone or rate / a.sizes[0]
+        show(
+            what=f"train, {size} GPUs",
+            tok_s=round(rate),
+            efficiency=round(rate / alone / size, 3),
+            steps=len(steps),
+            losses=[losses[0], losses[-1]],
+            largest_difference=round(
+                max(abs(x - y) for x, y in zip(first, losses, strict=True)), 5
+            ),
+            memory_gb=steps[-1].get("memory_gb"),
+        )
+        shutil.rmtree(out)
+
+
+# ---------------------------------------------------------------- a killed rank
+
+
+def kill(a: argparse.Namespace) -> None:
+    """SIGKILL of the last rank's process in mid-work, then the same command again."""
+    size = max(a.sizes)
+    out = a.fast / "killed"
+    shutil.rmtree(out, ignore_errors=True)
+
+    def begun() -> bool:
+        journal = out / "journal.jsonl"
+        return journal.exists() and journal.read_bytes().count(b"\n") > 20
+
+    killed("extract", a, extraction(a, size, out), begun, "VLLM::Worker")
+    shutil.rmtree(out)
+    draft = a.disk / "killed"
+    shutil.rmtree(draft, ignore_errors=True)
+    command = training(a, size, draft, "--save-every", 5)
+
+    def saved() -> bool:
+        return bool(list((draft / "state").glob("step_*")))
+
+    killed("train", a, command, saved, "04_train.py")
+    shutil.rmtree(draft)
+
+
+def killed(what: str, a: argparse.Namespace, command: list[Any], ready: Any, rank: str) -> None:
+    log = a.disk / f"kill-{what}.log"
+    process = start(log, *command)
+    while process.poll() is None and not ready():
+        time.sleep(0.01)
+    ranks = [
+        p
+        for p in psutil.Process(process.pid).children(recursive=True)
+        if rank in p.name() or rank in " ".join(p.cmdline())
+    ]
+    os.kill(ranks[-1].pid, signal.SIGKILL)
+    began = time.monotonic()
+    code = process.wait()
+    seconds = time.monotonic() - began
+    errors = [x for x in log.read_text().splitlines() if x.startswith("error:") or "SIGKILL" in x]
+    must(a.disk / f"resume-{what}.log", *command)
+    show(
+        what=f"{what}: the last of {len(ranks)} ranks killed",
+        status=code,
+        seconds=round(seconds, 1),
+        said=errors[-1:],
+        resumed=True,
+    )
+
+
+if __name__ == "__main__":
+    main()
