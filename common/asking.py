@@ -16,12 +16,15 @@ from common.cli import UserError
 from common.prompts import Prompt
 from common.samples import SEPARATOR
 
+CUT = "length"  # finish_reason of an answer that the length limit cut
+
 
 @dataclass(frozen=True)
 class Answer:
     """What came back for a question.
 
     prompt_ids, ids: exact token ids, None where a server does not tell them.
+    final: why no turn can follow it, if so.
     """
 
     key: str
@@ -30,12 +33,23 @@ class Answer:
     text: str
     reasoning: str
     finish_reason: str
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    final: str = ""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A question that is not answered, why (to be counted), and this one's own reason."""
+
+    key: str
+    reason: str
+    detail: str
 
 
 @dataclass
-class Talk:
-    """A conversation: `messages` so far, the groups of turns `later` to be asked, each after the
-    answer to the one before; `input_ids` for one that came as token ids (no messages)."""
+class Conversation:
+    """`messages` so far, the groups of turns `later` to be asked, each after the answer to the
+    one before; `input_ids` for one that came as token ids (no messages)."""
 
     id: str
     number: int  # among all, for the seeds
@@ -57,24 +71,23 @@ class Talk:
             return [self.id]
         return [f"{self.id}{SEPARATOR}{turn}" for turn in range(self.turns)]
 
-    def take(self, messages: list[dict[str, Any]]) -> bool:
-        """Go on from an answered turn's messages; returns whether there is another to ask."""
-        self.messages = messages
-        if not self.later or not messages:
+    def take(self, done: "Done") -> bool:
+        """Go on from an answered turn; returns whether there is another to ask."""
+        if not self.later or done.final:
             return False
-        self.messages = messages + self.later.pop(0)
+        self.messages = done.messages + self.later.pop(0)
         self.turn += 1
         return True
 
 
-def talks(prompts: list[Prompt], answers_per_prompt: int) -> list[Talk]:
+def conversations(prompts: list[Prompt], answers_per_prompt: int) -> list[Conversation]:
     """Every conversation to be answered."""
-    found: list[Talk] = []
+    found: list[Conversation] = []
     for prompt in prompts:
         for k in range(answers_per_prompt):
             key = f"{prompt.id}{SEPARATOR}{k}" if answers_per_prompt > 1 else prompt.id
             found.append(
-                Talk(
+                Conversation(
                     key,
                     len(found),
                     list(prompt.messages),
@@ -87,19 +100,24 @@ def talks(prompts: list[Prompt], answers_per_prompt: int) -> list[Talk]:
     return found
 
 
-def line_of(talk: Talk, answer: Answer) -> dict[str, Any]:
-    """The line of an answered turn."""
-    line: dict[str, Any] = {"id": talk.key, "finish_reason": answer.finish_reason}
+def line_of(asked: Conversation, answer: Answer) -> dict[str, Any]:
+    """The line of an answered turn. `final` says why the turns after it are not asked."""
+    line: dict[str, Any] = {"id": asked.key, "finish_reason": answer.finish_reason}
     if answer.ids is not None and answer.prompt_ids is not None:
         line["input_ids"] = answer.prompt_ids + answer.ids
         line["loss_mask"] = [0] * len(answer.prompt_ids) + [1] * len(answer.ids)
-    if talk.messages:
+    if asked.messages:
         said: dict[str, Any] = {"role": "assistant", "content": answer.text}
         if answer.reasoning:
             said["reasoning_content"] = answer.reasoning
-        line["messages"] = [*talk.messages, said]
-        if talk.tools:
-            line["tools"] = talk.tools
+        if answer.tool_calls:
+            said["tool_calls"] = answer.tool_calls
+        line["messages"] = [*asked.messages, said]
+        if asked.tools:
+            line["tools"] = asked.tools
+    final = "answer cut by the length limit" if answer.finish_reason == CUT else answer.final
+    if asked.later and final:
+        line["final"] = final
     return line
 
 
@@ -113,14 +131,15 @@ def split_reasoning(text: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Done:
-    """An answered turn, as the file has it."""
+    """An answered turn, as the file has it; its messages only where a turn may follow."""
 
     messages: list[dict[str, Any]]
     tokens: int
     finish_reason: str
+    final: str = ""
 
 
-def read_answers(path: Path) -> dict[str, Done]:
+def read_answers(path: Path, all_turns: bool) -> dict[str, Done]:
     """The turns already answered; cuts off a last line that a kill left unfinished."""
     done: dict[str, Done] = {}
     if not path.exists():
@@ -132,9 +151,9 @@ def read_answers(path: Path) -> dict[str, Done]:
                 break
             try:
                 row = decode_json(line)
-                messages = row.get("messages", [])
-                for key, tokens, reason in row.get("joined") or [told(row)]:
-                    done[key] = Done(messages, tokens, reason)
+                messages = row.get("messages", []) if all_turns else []
+                for key, tokens, reason in row.get("joined") or [turn_summary(row)]:
+                    done[key] = Done(messages, tokens, reason, row.get("final", ""))
             except (ValueError, TypeError, KeyError) as e:
                 raise UserError(
                     f"{path}: the line after byte {good} is damaged ({e}); delete that line (its"
@@ -146,39 +165,46 @@ def read_answers(path: Path) -> dict[str, Done]:
     return done
 
 
-def told(row: dict[str, Any]) -> list[Any]:
+def turn_summary(row: dict[str, Any]) -> list[Any]:
     """(name, answer tokens, finish_reason) of a turn's line."""
     return [row["id"], sum(row.get("loss_mask", [])), row["finish_reason"]]
 
 
-def join_turns(path: Path, talks: list[list[str]]) -> None:
+def join_turns(path: Path, names: list[list[str]]) -> None:
     """Write the file anew, the turns of a conversation joined to one line where each prompt goes
     on from the answer before, to the token. Such a line tells of its turns under `joined`.
 
     Args:
-        talks: the names of each conversation's turns.
+        names: of each conversation's turns.
     """
-    rows = {}
-    for text in path.read_text(encoding="utf-8").splitlines():
-        row = json.loads(text)
-        rows[row["id"]] = row
-    with atomic_file(path, "w") as f:
-        for keys in talks:
-            for row in joined([rows[key] for key in keys if key in rows]):
-                f.write(json.dumps(row) + "\n")
+    places: dict[str, int] = {}
+    with open(path, "rb") as source:
+        while line := source.readline():
+            places[json.loads(line)["id"]] = source.tell() - len(line)
+        with atomic_file(path, "w") as f:
+            for keys in names:
+                rows = []
+                for key in keys:
+                    if key in places:
+                        source.seek(places[key])
+                        rows.append(json.loads(source.readline()))
+                for row in joined(rows):
+                    f.write(json.dumps(row) + "\n")
 
 
 def joined(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of one conversation, one that goes on from the row before in its place."""
+    """Rows of one conversation, one that goes on from the row before in its place; an answer cut
+    by the length limit keeps its own row, for 01 to drop."""
     kept: list[dict[str, Any]] = []
     for row in rows:
         last = kept[-1] if kept else {}
-        before, ids = last.get("input_ids"), row.get("input_ids")
-        if before and ids and ids[: len(before)] == before:
+        before, ids = last.get("input_ids", []), row.get("input_ids", [])
+        goes_on = before and ids and ids[: len(before)] == before
+        if goes_on and CUT not in (last["finish_reason"], row["finish_reason"]):
             kept[-1] = {
                 **row,
                 "loss_mask": last["loss_mask"] + row["loss_mask"][len(before) :],
-                "joined": [*last.get("joined", [told(last)]), told(row)],
+                "joined": [*last.get("joined", [turn_summary(last)]), turn_summary(row)],
             }
         else:
             kept.append(row)

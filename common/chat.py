@@ -12,6 +12,7 @@ touches it. Turns are kept in one sample while each prompt extends the one befor
 template rewrites history (drops earlier reasoning), a turn starts a sample of its own.
 """
 
+import json
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -93,6 +94,11 @@ class Template:
         """What a server is sent to have these messages answered."""
         return self.ids(self.text(messages, True, tools))
 
+    def has_special_tokens(self, text: str) -> bool:
+        """Whether a text spells out special tokens, which are no text to the template."""
+        ids, decode = self.ids(text), self.tokenizer.decode
+        return bool(decode(ids) != decode(ids, skip_special_tokens=True))
+
     # ------------------------------------------------------------ one answer
 
     def turn(
@@ -100,7 +106,9 @@ class Template:
     ) -> tuple[list[int], list[int], list[str]]:
         """(prompt ids, answer ids, notes) of assistant turn n, as if the verifier had said it."""
         message = messages[n]
+        calls = message.get("tool_calls", [])
         said = message["content"] + message.get("reasoning_content", "")
+        said += json.dumps(calls, ensure_ascii=False) if calls else ""
         if any(end and end in said for end in self.ends):
             raise RowError("end-of-turn token inside an answer", f"turn {n}")
         marked = self.marked(messages, n, tools) if self.marks_answers else None
@@ -113,14 +121,14 @@ class Template:
                 raise lost_reasoning(n)
         prompt = self.ids(prompt_text)
         answer = self.continuation(prompt_text, prompt, text)
-        for call in message.get("tool_calls", []):
+        for call in calls:
             if call["function"]["name"] not in text:
                 raise RowError("tool calls dropped by the template", f"turn {n}")
         # Whatever follows the end-of-turn token belongs to the template, not to the answer.
         end = next((k for k, token in enumerate(answer) if token in self.end_ids), None)
         if end is not None:
             return prompt, answer[: end + 1], notes
-        following = "tool" if message.get("tool_calls") else "user"
+        following = "tool" if calls else "user"
         if n + 1 < len(messages):
             following = messages[n + 1]["role"]
         return prompt, answer + self.opener(following), notes
@@ -128,11 +136,23 @@ class Template:
     def marked(self, messages: list[dict], n: int, tools: list | None) -> tuple[str, str] | None:
         """(prompt, rest), as text, where the template marks answers by {% generation %}; None
         where it has not marked this one."""
+        finished, spans = self.marks(messages[: n + 1], tools)
+        if not spans:
+            return None
+        if len(spans) != sum(m["role"] == "assistant" for m in messages[: n + 1]):
+            # a template may mark some turns only: is the last mark this turn's?
+            other, others = self.marks([*messages[:n], messages[n] | {"content": ANSWER}], tools)
+            if not others or ANSWER not in other[others[-1][0] : others[-1][1]]:
+                return None
+        return finished[: spans[-1][0]], finished[spans[-1][0] :]
+
+    def marks(self, messages: list[dict], tools: list | None) -> tuple[str, list[tuple[int, int]]]:
+        """The finished rendering, and what of it stands within {% generation %}."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
             rendered: Any = render_jinja_template(
-                [messages[: n + 1]],
+                [messages],
                 tools=tools,
                 chat_template=self.tokenizer.get_chat_template(None, tools),
                 return_assistant_tokens_mask=True,
@@ -141,9 +161,7 @@ class Template:
         except Exception as e:
             raise refused(e) from None
         (finished,), (spans,) = rendered
-        if not spans:
-            return None
-        return finished[: spans[-1][0]], finished[spans[-1][0] :]
+        return finished, spans
 
     def split(self, messages: list[dict], n: int, tools: list | None) -> tuple[str, str, list[str]]:
         """(prompt, what the verifier says from there on, notes), as text."""

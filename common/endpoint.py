@@ -8,8 +8,8 @@ import os
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
-from common.asking import Answer, Talk, split_reasoning
-from common.cli import UserError
+from common.asking import Answer, Conversation, Refusal, split_reasoning
+from common.cli import UserError, one_line
 from common.conversations import REASONING
 
 
@@ -45,7 +45,8 @@ class Endpoint:
         )
         self.model = model or self.only_model()
         self._pool = ThreadPoolExecutor(concurrency, "ask")
-        self._waiting: dict[Future[Answer], Talk] = {}
+        self._waiting: dict[Future[Answer], Conversation] = {}
+        self._fault: UserError | None = None
 
     def only_model(self) -> str:
         """The name of the one model that the server has."""
@@ -54,7 +55,7 @@ class Endpoint:
         try:
             names = [m.id for m in self.client.models.list()]
         except openai.OpenAIError as e:
-            raise UserError(f"--endpoint {self.url}: {told(e)}; is the server up?") from None
+            raise UserError(f"--endpoint {self.url}: {reason_of(e)}; is the server up?") from None
         if len(names) != 1:
             raise UserError(
                 f"--endpoint {self.url}: serves {', '.join(names[:5]) or 'nothing'}; choose one by"
@@ -64,47 +65,51 @@ class Endpoint:
 
     def room(self) -> int:
         """How many more questions may be put; few are kept waiting, for a stop to be quick."""
-        return self.concurrency - len(self._waiting)
+        return 0 if self._fault else self.concurrency - len(self._waiting)
 
-    def put(self, talk: Talk, seed: int | None) -> None:
+    def put(self, asked: Conversation, seed: int | None) -> None:
         """Ask a conversation's turn."""
-        self._waiting[self._pool.submit(self.ask, talk, seed)] = talk
+        self._waiting[self._pool.submit(self.ask, asked, seed)] = asked
 
-    def answers(self) -> list[Answer]:
-        """Wait a moment for answers. UserError where the server refuses or is not reached."""
+    def answers(self) -> list[Answer | Refusal]:
+        """Wait a moment for answers. UserError, once all that came is returned, where the server
+        is not reached or does not answer as such a server does."""
         import openai
 
-        found = []
+        found: list[Answer | Refusal] = []
         for future in wait(self._waiting, timeout=0.5, return_when=FIRST_COMPLETED).done:
-            talk = self._waiting.pop(future)
+            asked = self._waiting.pop(future)
             try:
                 found.append(future.result())
             except openai.BadRequestError as e:
-                raise UserError(f"{talk.key}: the server refused it: {told(e)}") from None
-            except openai.OpenAIError as e:
-                raise UserError(
-                    f"--endpoint {self.url}: {told(e)} (asking {talk.key}); what was answered is"
-                    " kept: run again when the server is up"
-                ) from None
+                found.append(Refusal(asked.key, "refused by the server", reason_of(e)))
+            except (openai.OpenAIError, LookupError, TypeError, ValueError, AttributeError) as e:
+                self._fault = UserError(
+                    f"--endpoint {self.url}: {reason_of(e)} (asking {asked.key}); what was answered"
+                    " is kept: run the same command again when the server answers"
+                )
+        if self._fault and not found:
+            raise self._fault
         return found
 
-    def ask(self, talk: Talk, seed: int | None) -> Answer:
+    def ask(self, asked: Conversation, seed: int | None) -> Answer:
         """One request, in a thread of the pool."""
         body: dict[str, Any] = {"return_token_ids": True}
         more = {"model": self.model, "extra_body": body, **self.body}
         if seed is not None:
             more["seed"] = seed
-        if talk.messages and self.template_args:
+        if asked.messages and self.template_args:
             body["chat_template_kwargs"] = self.template_args
-        if not talk.messages:
-            made = self.client.completions.create(prompt=talk.input_ids, **more)
+        if not asked.messages:
+            made = self.client.completions.create(prompt=asked.input_ids, **more)
             choice = made.choices[0]
             reasoning, text = split_reasoning(choice.text)
-            prompt_ids: list[int] | None = talk.input_ids
+            prompt_ids: list[int] | None = asked.input_ids
+            calls: list[dict[str, Any]] = []
         else:
-            if talk.tools:
-                more["tools"] = talk.tools
-            messages: Any = talk.messages
+            if asked.tools:
+                more["tools"] = asked.tools
+            messages: Any = asked.messages
             chat = self.client.chat.completions.create(messages=messages, **more)
             choice, said = chat.choices[0], chat.choices[0].message
             fields = (getattr(said, key, None) for key in REASONING)
@@ -112,9 +117,11 @@ class Endpoint:
             if not reasoning:
                 reasoning, text = split_reasoning(text)
             prompt_ids = getattr(chat, "prompt_token_ids", None)
+            calls = [call.model_dump(exclude_none=True) for call in said.tool_calls or []]
         ids = getattr(choice, "token_ids", None)
         reason = choice.finish_reason or "stop"
-        return Answer(talk.key, prompt_ids, ids, text, reasoning, reason)
+        final = "answer that calls tools" if calls else ""
+        return Answer(asked.key, prompt_ids, ids, text, reasoning, reason, calls, final)
 
     def close(self) -> None:
         """Give up what is under way."""
@@ -122,5 +129,9 @@ class Endpoint:
         self.client.close()
 
 
-def told(e: Exception) -> str:
-    return f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
+def reason_of(e: Exception) -> str:
+    """The error in one line; of what is no server's error, that the answer is not as expected."""
+    import openai
+
+    text = one_line(e, 200)
+    return text if isinstance(e, openai.OpenAIError) else f"its answer is no completion ({text})"

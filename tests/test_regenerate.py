@@ -11,7 +11,7 @@ import urllib.request
 
 import pytest
 
-from common.asking import joined, split_reasoning
+from common.asking import Answer, Conversation, Done, joined, line_of, split_reasoning
 from tests.conftest import ROOT, last_line, must, script, write_jsonl
 from tests.test_scripts import killed
 
@@ -114,7 +114,7 @@ def test_every_turn_is_answered_after_the_verifiers_own(
     data = write_jsonl(tmp_path / "prompts.jsonl", rows)
     out = tmp_path / "responses"
     args = ["--model-path", smollm2, "--prompts", data, "--output-dir", out, "--all-turns",
-            "--max-new-tokens", 20, "--max-seq-len", 400]  # fmt: skip
+            "--max-new-tokens", 64, "--max-seq-len", 450]  # fmt: skip
     args += (
         ["--endpoint", server]
         if where == "server"
@@ -157,6 +157,55 @@ def test_turns_are_joined_only_where_one_goes_on_from_the_other():
     )
     assert (kept["id"], kept["loss_mask"]) == ("a##1", [0, 0, 1, 0, 1])
     assert other == row("a##2", [1, 2, 3, 7], [0, 0, 0, 1])
+
+
+@pytest.mark.parametrize(("first", "second"), [("stop", "length"), ("length", "stop")])
+def test_an_answer_that_was_cut_keeps_its_own_row(first, second):
+    rows = [
+        {"id": "a##0", "input_ids": [1, 9], "loss_mask": [0, 1], "finish_reason": first},
+        {"id": "a##1", "input_ids": [1, 9, 3, 8], "loss_mask": [0, 0, 0, 1],
+         "finish_reason": second},
+    ]  # fmt: skip
+    assert joined(rows) == rows
+
+
+def test_nothing_is_asked_after_an_answer_that_was_cut_or_calls_tools():
+    user = {"role": "user", "content": "x"}
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    for answer, final in [
+        (Answer("a##0", None, None, "half an ans", "", "length"), "cut by the length limit"),
+        (Answer("a##0", None, None, "", "", "tool_calls", [call], "calls tools"), "calls tools"),
+        (Answer("a##0", None, None, "Yes.", "", "stop"), ""),
+    ]:
+        asked = Conversation("a", 0, [user], [[user]], turns=2)
+        line = line_of(asked, answer)
+        assert line["messages"][-1].get("tool_calls", []) == answer.tool_calls
+        assert final in line.get("final", "")
+        done = Done(line["messages"], 0, answer.finish_reason, line.get("final", ""))
+        assert asked.take(done) == (not final)
+
+
+def test_prompts_that_are_too_long_are_counted_and_cost_no_others(smollm2, server, tmp_path):
+    """Refused by the server; grown over the limit in a later turn in process."""
+    long = " ".join(["word"] * 600)
+    turns = [{"role": "user", "content": "Say a long sentence."},
+             {"role": "assistant", "content": ""}, {"role": "user", "content": long}]  # fmt: skip
+    short = {"id": "b", "messages": [{"role": "user", "content": "Hi"}]}
+    data = write_jsonl(tmp_path / "p.jsonl", [{"id": "a", "messages": turns}, short])
+    common = ["--model-path", smollm2, "--prompts", data, "--max-new-tokens", 8]
+    out = tmp_path / "server"
+    result = must(script(TOOL, *common, "--output-dir", out, "--endpoint", server))
+    assert "ended early: refused by the server 1" in last_line(result)
+    assert [r["id"] for r in rows_of(out / "responses.jsonl")] == ["b"]
+    out = tmp_path / "process"
+    more = ["--all-turns", "--max-seq-len", 200, "--engine-args", '{"enforce_eager": true}']
+    turns[0]["content"], turns[1]["content"] = "Reply with one word: yes.", "yes"
+    data = write_jsonl(tmp_path / "p.jsonl", [{"id": "a", "messages": turns}, short])
+    common[-1] = 64
+    result = must(script(TOOL, *common, "--output-dir", out, *more))
+    assert "prompt grown too long 1" in last_line(result)
+    assert {r["id"] for r in rows_of(out / "responses.jsonl")} == {"a##0", "b"}
+    assert "is complete" in last_line(must(script(TOOL, *common, "--output-dir", out, *more)))
 
 
 @pytest.mark.parametrize(

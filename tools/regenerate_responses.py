@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common import artifacts, cli, progress
 
 STAGE = "regenerate"
+REFUSED = 20  # prompts of which not one could be asked: then the fault lies elsewhere
 
 
 def parse_args():
@@ -32,9 +33,15 @@ def parse_args():
         metavar="DATA",
         help="rows as 01 reads them, with the same options",
     )
-    p.add_argument("--max-new-tokens", type=cli.positive_int, default=512, metavar="TOKENS")
+    p.add_argument(
+        "--max-new-tokens",
+        type=cli.positive_int,
+        default=512,
+        metavar="TOKENS",
+        help="of an answer",
+    )
     p.add_argument("--temperature", type=cli.between(0, 10), default=0.0, help="0 is greedy")
-    p.add_argument("--top-p", type=cli.between(0.001, 1), default=1.0)
+    p.add_argument("--top-p", type=cli.between(0.001, 1), default=1.0, help="nucleus sampling")
     p.add_argument(
         "--answers-per-prompt",
         type=cli.positive_int,
@@ -49,7 +56,9 @@ def parse_args():
     )
     p.add_common("--template-args")
     p.add_argument(
-        "--endpoint", metavar="URL", help="ask this server instead, as http://localhost:8000/v1"
+        "--endpoint",
+        metavar="URL",
+        help="ask this server instead, as http://localhost:8000/v1 (OPENAI_API_KEY is its key)",
     )
     p.add_argument("--served-model", metavar="NAME", help="the server's (default: its only one)")
     p.add_argument("--concurrency", type=cli.counted(4096), default=64, help="requests at a time")
@@ -109,7 +118,7 @@ def main() -> None:
     usable, skipped = prompts.load_prompts(
         found, template, model.vocab_size, longest, args.skip_bad_rows, args.all_turns
     )
-    talks = asking.talks(usable, args.answers_per_prompt)
+    asked = asking.conversations(usable, args.answers_per_prompt)
     if args.dry_run:
         progress.log(
             f"regenerate: dry run, {len(usable)} prompts ({skipped} skipped) x"
@@ -122,7 +131,7 @@ def main() -> None:
 
     # ---------------------------------------------------------------- ask
     answers = out / "responses.jsonl"
-    done = {} if args.overwrite else asking.read_answers(answers)
+    done = {} if args.overwrite else asking.read_answers(answers, args.all_turns)
 
     def begin() -> None:
         """The verifier is up: from here on the folder is this run's."""
@@ -131,12 +140,13 @@ def main() -> None:
         if state == "none":
             artifacts.write_json(out / artifacts.REPORT, report({}, None, 0))
 
-    names = [talk.keys() for talk in talks]
-    talks = [talk for talk in talks if resumed(talk, done)]
-    if talks:
-        with backend(args, model, template, longest) as verifier_:
+    names = [one.keys() for one in asked]
+    unfinished = [one for one in asked if resumed(one, done)]
+    ended: Counter[str] = Counter(one.final for one in done.values() if one.final)
+    if unfinished:
+        with backend(args, model, template, longest) as server:
             begin()
-            ask(args, verifier_, talks, sum(map(len, names)), done, answers)
+            ask(args, server, unfinished, sum(map(len, names)), done, ended, answers)
     if args.all_turns:
         asking.join_turns(answers, names)
 
@@ -150,52 +160,64 @@ def main() -> None:
         "answers": len(done),
         "answer_tokens": tokens,
         **{f"finish_reason: {reason}": n for reason, n in sorted(reasons.items())},
+        **{f"ended early: {reason}": n for reason, n in sorted(ended.items())},
     }
     digest = artifacts.sha256_file(answers)
     artifacts.write_json(out / artifacts.REPORT, report(counts, digest, seconds))
     ends = ", ".join(f"{reason} {n}" for reason, n in reasons.most_common())
+    early = ", ".join(f"{reason} {n}" for reason, n in ended.most_common())
     progress.log(
         f"regenerate: {len(done)} answers, {tokens} tokens in {progress.duration(seconds)}"
-        f" (finish reasons: {ends}) -> {answers}"
+        f" (finish reasons: {ends}{'; ended early: ' if early else ''}{early}) -> {answers}"
     )
 
 
-def resumed(talk, done) -> bool:
+def resumed(asked, done) -> bool:
     """Move a conversation past the turns already answered; returns whether one is left."""
-    while talk.key in done:
-        if not talk.take(done[talk.key].messages):
+    while asked.key in done:
+        if not asked.take(done[asked.key]):
             return False
     return True
 
 
-def ask(args, verifier, talks, turns: int, done, path: Path) -> None:
-    """Have every conversation answered to its end, adding each answer to `done` and the file."""
+def ask(args, server, conversations, turns: int, done, ended, path: Path) -> None:
+    """Have every conversation answered to its end, adding each answer to `done` and the file,
+    and to `ended` why one could not go on."""
     from common import asking
 
     bar = progress.Progress("regenerate", turns, "answers", initial=len(done))
     stopper = progress.Stopper()
-    waiting, asked = list(reversed(talks)), {}
-
-    def put(talk) -> None:
-        # by its place among all, so that a resumed run asks as an unbroken one would
-        seed = None if args.temperature == 0 else args.seed + talk.number + 1_000_003 * talk.turn
-        asked[talk.key] = talk
-        verifier.put(talk, seed)
-
+    waiting, asked = list(reversed(conversations)), dict[str, Any]()
+    refused = 0
     with open(path, "a", encoding="utf-8") as f:
         while (waiting or asked) and not stopper.code:
-            while waiting and verifier.room() > 0:
-                put(waiting.pop())
-            for answer in verifier.answers():
-                talk = asked.pop(answer.key)
-                line = asking.line_of(talk, answer)
+            while waiting and server.room() > 0 and not stopper.code:
+                one = waiting.pop()
+                asked[one.key] = one
+                # by its place among all, so that a resumed run asks as an unbroken one would
+                seed = args.seed + one.number + 1_000_003 * one.turn if args.temperature else None
+                server.put(one, seed)
+            for answer in server.answers():
+                one = asked.pop(answer.key)
+                if isinstance(answer, asking.Refusal):
+                    ended[answer.reason] += 1
+                    refused += 1
+                    if not done and (refused == REFUSED or not (waiting or asked)):
+                        raise cli.UserError(
+                            f"{answer.key}: {answer.reason}: {answer.detail}; so it went with the"
+                            f" first {refused} prompts"
+                        )
+                    continue
+                line = asking.line_of(one, answer)
                 f.write(json.dumps(line) + "\n")
                 f.flush()
-                messages = line.get("messages", [])
-                done[answer.key] = asking.Done(messages, *asking.told(line)[1:])
+                messages = line.get("messages", []) if one.later else []
+                _, tokens, reason = asking.turn_summary(line)
+                done[answer.key] = asking.Done(messages, tokens, reason, line.get("final", ""))
+                ended.update([line["final"]] if "final" in line else [])
                 bar.add(1)
-                if talk.take(messages):
-                    waiting.append(talk)
+                if one.take(done[answer.key]):
+                    waiting.append(one)
     bar.close()
     if waiting or asked:
         raise cli.Interrupted(stopper.code, f"{len(done)} answers are in {path}; run again")
@@ -262,24 +284,32 @@ class Engine:
         self.engine, self.args, self.model = llm.llm_engine, args, model
         self.template, self.longest = template, longest
         self._asked: dict[str, tuple[Any, list[int]]] = {}
+        self._refused: list[Any] = []
 
     def room(self) -> int:
-        """How many more questions may be put: vLLM has a queue of its own."""
-        return 1
+        """How many more questions may be put: enough to fill the next passes, few enough for a
+        later turn not to queue behind all first ones."""
+        return 2 * self.args.batch_size - len(self._asked)
 
-    def put(self, talk, seed: int | None) -> None:
-        """Ask a conversation's turn. UserError where it has grown too long."""
+    def put(self, asked, seed: int | None) -> None:
+        """Ask a conversation's turn, or note why it cannot be asked."""
         from vllm import SamplingParams
 
-        ids = talk.input_ids
-        if talk.turn:
-            ids = self.template().prompt_ids(talk.messages, talk.tools)
+        from common.asking import Refusal
+        from common.conversations import RowError
+
+        ids = asked.input_ids
+        if asked.turn:
+            try:
+                ids = self.template().prompt_ids(asked.messages, asked.tools)
+            except RowError as e:
+                self._refused.append(Refusal(asked.key, e.reason, str(e)))
+                return
         if len(ids) > self.longest:
-            raise cli.UserError(
-                f"{talk.key}: its prompt has grown to {len(ids)} tokens, over {self.longest}"
-                " (--max-seq-len less --max-new-tokens); raise --max-seq-len"
-            )
-        self._asked[talk.key] = talk, ids
+            detail = f"{len(ids)} tokens, over {self.longest} (--max-seq-len less --max-new-tokens)"
+            self._refused.append(Refusal(asked.key, "prompt grown too long", detail))
+            return
+        self._asked[asked.key] = asked, ids
         params = SamplingParams(
             max_tokens=self.args.max_new_tokens,
             temperature=self.args.temperature,
@@ -288,23 +318,27 @@ class Engine:
             detokenize=False,
             seed=seed,
         )
-        self.engine.add_request(talk.key, {"prompt_token_ids": ids}, params)
+        self.engine.add_request(asked.key, {"prompt_token_ids": ids}, params)
 
     def answers(self) -> list:
-        """Run a step; what it has finished."""
+        """Run a step; what it has finished, and what was refused since the last."""
         from common.asking import Answer, split_reasoning
 
-        found = []
-        for output in self.engine.step():
+        found, self._refused = self._refused, []
+        for output in self.engine.step() if self._asked else []:
             if not output.finished:
                 continue
             key, ids = output.request_id, list(output.outputs[0].token_ids)
-            talk, prompt = self._asked.pop(key)
-            text = reasoning = ""
-            if talk.messages:
-                said = self.template().tokenizer.decode(ids, skip_special_tokens=True)
-                reasoning, text = split_reasoning(said)
-            found.append(Answer(key, prompt, ids, text, reasoning, output.outputs[0].finish_reason))
+            asked, prompt = self._asked.pop(key)
+            text = reasoning = final = ""
+            if asked.messages:
+                spoken = ids[:-1] if ids and ids[-1] in self.model.end_ids else ids
+                reasoning, text = split_reasoning(self.template().tokenizer.decode(spoken))
+                if asked.later and self.template().has_special_tokens(text):
+                    # a call of tools, say, which the template renders from other fields
+                    final = "answer with special tokens"
+            reason = output.outputs[0].finish_reason
+            found.append(Answer(key, prompt, ids, text, reasoning, reason, final=final))
         return found
 
 
