@@ -14,6 +14,10 @@ from pathlib import Path
 from common import artifacts, cli, progress
 
 STAGE = "prepare"
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "tiktoken.model",
+    "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json", "special_tokens_map.json",
+)  # fmt: skip
 
 
 def parse_args():
@@ -82,8 +86,10 @@ def main() -> None:
         "end_ids": list(model.end_ids),
     }
     inputs = {"dataset": rows.digest(sources), "tokenizer": tokenizer_identity(args.model_path)}
-    state = artifacts.earlier_run(out, STAGE, settings, inputs, args.overwrite)
-    if state == "complete" and not args.show:
+    state = "none"
+    if not args.show:
+        state = artifacts.earlier_run(out, STAGE, settings, inputs, args.overwrite)
+    if state == "complete":
         progress.log(f"prepare: {out} is complete (--overwrite makes it again)")
         return
 
@@ -181,8 +187,12 @@ def tokenizer_identity(model_path: str) -> str:
     """Hash of the files that decide ids and template, so that another tokenizer is noticed."""
     from common.verifier import optional_file
 
-    names = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "tiktoken.model"]
-    names += sorted(p.name for p in Path(model_path).glob("tokenization*.py"))
+    names = list(TOKENIZER_FILES)
+    config = optional_file(model_path, "tokenizer_config.json")
+    if config is not None:  # code that ships with the model: "module.Class", or None
+        for value in artifacts.read_json(config).get("auto_map", {}).values():
+            for name in value if isinstance(value, list) else [value]:
+                names += [f"{name.split('.')[0]}.py"] if isinstance(name, str) else []
     found = {n: optional_file(model_path, n) for n in names}
     return artifacts.sha256_json({n: artifacts.sha256_file(p) for n, p in found.items() if p})
 

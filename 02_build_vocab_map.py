@@ -135,6 +135,9 @@ def special_ids(model_path: str, model) -> set[int]:
     path = optional_file(model_path, "tokenizer.json")
     if path is not None:
         found |= {t["id"] for t in artifacts.read_json(path).get("added_tokens", [])}
+    path = optional_file(model_path, "added_tokens.json")
+    if path is not None:
+        found |= {int(i) for i in artifacts.read_json(path).values()}
     path = optional_file(model_path, "tokenizer_config.json")
     if path is not None:
         found |= {int(i) for i in artifacts.read_json(path).get("added_tokens_decoder", {})}

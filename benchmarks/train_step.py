@@ -30,8 +30,8 @@ from common.ttt_step import Teacher
 WARM_UP = 4
 # By a part of the kernel's name, first match.
 GROUPS = {
-    "attention": ("flex", "forward_kernel", "backward_kernel"),
-    "float8 casts": ("cast_kernel",),
+    "attention": ("flex", "diagonals"),
+    "float8 casts": ("cast_kernel", "largest_kernel"),
     "matrix products": ("nvjet", "gemm", "cutlass", "xmma"),
     "compiled regions": ("triton",),
     "optimizer, clipping": ("multi_tensor", "adam", "foreach"),

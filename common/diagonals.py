@@ -32,7 +32,7 @@ class Diagonals(torch.autograd.Function):
         out_Nhd, total_Nh = torch.empty_like(q_Nhd), torch.empty_like(lse_Nh)
         inputs = q_Nhd, base_Nhd, lse_Nh, k_JNgd, v_JNgd
         grid, sizes = launch(q_Nhd, k_JNgd)
-        forward_kernel[grid](*inputs, out_Nhd, total_Nh, **sizes)
+        diagonals_forward[grid](*inputs, out_Nhd, total_Nh, **sizes)
         ctx.save_for_backward(*inputs, out_Nhd, total_Nh)
         return out_Nhd
 
@@ -41,7 +41,7 @@ class Diagonals(torch.autograd.Function):
         saved = ctx.saved_tensors
         gradients = [torch.empty_like(x) for x in saved[:5]]
         grid, sizes = launch(saved[0], saved[3])
-        backward_kernel[grid](*saved, grads[0].contiguous(), *gradients, **sizes)
+        diagonals_backward[grid](*saved, grads[0].contiguous(), *gradients, **sizes)
         return tuple(gradients)
 
 
@@ -84,7 +84,7 @@ def places(N, G, TIMES, D, COLUMNS: tl.constexpr, R: tl.constexpr, E: tl.constex
 
 
 @triton.jit
-def forward_kernel(
+def diagonals_forward(
     q_ptr, base_ptr, lse_ptr, k_ptr, v_ptr, out_ptr, total_ptr,
     N, J: tl.constexpr, G: tl.constexpr, TIMES: tl.constexpr, D: tl.constexpr,
     SCALE: tl.constexpr, COLUMNS: tl.constexpr, R: tl.constexpr, E: tl.constexpr,
@@ -107,7 +107,7 @@ def forward_kernel(
 
 
 @triton.jit
-def backward_kernel(
+def diagonals_backward(
     q_ptr, base_ptr, lse_ptr, k_ptr, v_ptr, out_ptr, total_ptr, dout_ptr,
     dq_ptr, dbase_ptr, dlse_ptr, dk_ptr, dv_ptr,
     N, J: tl.constexpr, G: tl.constexpr, TIMES: tl.constexpr, D: tl.constexpr,

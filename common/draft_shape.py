@@ -120,7 +120,7 @@ def flops_of_step(
     """Floating-point operations of one step, forward and backward, attention scores left out.
 
     Args:
-        tokens: of the rows; fc (no gradient to its input) and depth-0 keys and values.
+        tokens: of the rows; fc and depth-0 keys and values.
         columns: run at every depth.
         losses: per depth, the rows of the head.
     """
@@ -128,7 +128,9 @@ def flops_of_step(
     q, kv = s.num_attention_heads * s.head_dim, s.num_key_value_heads * s.head_dim
     keys_values = 2 * s.hidden_size * 2 * kv
     queries_mlp = 3 * s.hidden_size * q + 3 * s.hidden_size * s.intermediate_size
-    total = tokens * (4 * s.num_aux_layers * s.hidden_size**2 + 6 * keys_values)
+    # a norm before fc takes a gradient from fc's input
+    fc = (6 if s.norm_before_fc or s.fc_norm else 4) * s.num_aux_layers * s.hidden_size**2
+    total = tokens * (fc + 6 * keys_values)
     total += 6 * columns * (len(losses) * queries_mlp + (len(losses) - 1) * keys_values)
     head = s.hidden_size * s.draft_vocab_size
     head_products = (3 if train_lm_head else 2) * sum(losses) + max(losses, default=0)

@@ -135,13 +135,13 @@ def rows_ahead(reader: RowReader, plan: list[list[int]], device: str) -> Iterato
             yield reader.read(indices, buffer)
         return
     buffers = [(reader.buffer(), torch.cuda.Event()) for _ in range(READ_AHEAD)]
-    used = [torch.cuda.Event() for _ in plan]
+    used = [torch.cuda.Event() for _ in range(READ_AHEAD + 1)]
 
     def load(n: int) -> PackedRow:
         buffer, copied = buffers[n % READ_AHEAD]
         copied.synchronize()
         if n > READ_AHEAD:  # the step that is launched last may not run far ahead of the GPU
-            used[n - READ_AHEAD - 1].synchronize()
+            used[n % len(used)].synchronize()
         row = reader.read(plan[n], buffer)
         with torch.cuda.stream(copying()):
             row = row.to(device)
@@ -161,7 +161,7 @@ def rows_ahead(reader: RowReader, plan: list[list[int]], device: str) -> Iterato
             if n + READ_AHEAD < len(plan):
                 ahead.append(pool.submit(load, n + READ_AHEAD))
             yield row
-            used[n].record()
+            used[n % len(used)].record()
 
 
 @functools.cache

@@ -19,8 +19,7 @@ def is_heldout(conversation: str, fraction: float) -> bool:
 
 def carries_loss(sample: Sample, rule: str) -> bool:
     """Whether any prediction of the sample carries loss (M[0] of loss_table is not empty)."""
-    mask_T = sample.loss_mask
-    return bool((mask_T[1:-1] & mask_T[2:]).any() if rule == "answer" else mask_T[1:].any())
+    return bool(loss_table(torch.from_numpy(sample.loss_mask), [0], 1, rule).any())
 
 
 def split_samples(

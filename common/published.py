@@ -22,7 +22,7 @@ NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 NOT_TRAINED = ("embed_tokens.weight", "d2t", "t2d")
 
 
-def ours(name: str) -> str:
+def parameter_name(name: str) -> str:
     """A published tensor's name in this project."""
     return name.removeprefix("model.").replace("midlayer.", "layers.0.")
 
@@ -40,8 +40,18 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def check_initial(folder: Path, shape: DraftShape) -> None:
-    """UserError unless the checkpoint is a draft of this very architecture."""
+    """UserError unless the checkpoint is a draft of this very architecture, by its config.json
+    and its file's header."""
+    import torch
+
+    from common.eagle3 import Eagle3Draft
+
     layer = read_config(folder)
+    if not layer["plain_rope"]:
+        raise UserError(
+            f"--init-from {folder}: its rotary embedding is scaled, this draft's is not; start from"
+            " another draft, or from none"
+        )
     file = folder / "model.safetensors"
     if not file.is_file():
         raise UserError(f"--init-from {folder}: has no model.safetensors; convert the draft to it")
@@ -56,20 +66,25 @@ def check_initial(folder: Path, shape: DraftShape) -> None:
                 f"--init-from {folder}: its {key} is {layer[key]}, --draft says"
                 f" {getattr(shape, key)}; make them equal"
             )
-    names = {ours(k) for k in header if k != "__metadata__"}
-    missing = {"fc.weight", "layers.0.self_attn.q_proj.weight", "lm_head.weight"} - names
-    if missing:
-        raise UserError(f"--init-from {folder}: has no {min(missing)}; is it an EAGLE-3 draft?")
-    if "d2t" not in names and header_rows(header, "lm_head.weight") != shape.vocab_size:
-        raise UserError(f"--init-from {folder}: has no d2t, so its lm_head cannot be read")
-
-
-def header_rows(header: dict[str, Any], name: str) -> int:
-    return next((v["shape"][0] for k, v in header.items() if ours(k) == name), 0)
+    sizes = {parameter_name(k): v["shape"] for k, v in header.items() if k != "__metadata__"}
+    with torch.device("meta"):
+        expected = {k: list(v.shape) for k, v in Eagle3Draft(shape).named_parameters()}
+    expected["lm_head.weight"] = [sizes.get("lm_head.weight", [0])[0], shape.hidden_size]
+    for name in sorted((sizes.keys() | expected.keys()) - set(NOT_TRAINED)):
+        if sizes.get(name) != expected.get(name):
+            raise UserError(
+                f"--init-from {folder}: {name} is {sizes.get(name, 'missing')}, this draft's is"
+                f" {expected.get(name, 'none')}; start from a draft of the same shape and flags"
+            )
+    if "d2t" not in sizes and sizes["lm_head.weight"][0] != shape.vocab_size:
+        raise UserError(
+            f"--init-from {folder}: has no d2t, so nothing says which tokens its lm_head is of;"
+            " start from another draft, or from none"
+        )
 
 
 def initialize_from(folder: Path, draft: "Eagle3Draft", target_D: "torch.Tensor") -> int:
-    """Copy a published draft's weights into this one.
+    """Copy the weights of a published draft that passes check_initial into this one.
 
     Head rows go by the token they stand for; a token that the published draft does not have
     keeps the row it was initialized with (the verifier's).
@@ -83,25 +98,17 @@ def initialize_from(folder: Path, draft: "Eagle3Draft", target_D: "torch.Tensor"
     import torch
     from safetensors.torch import load_file
 
-    found = {ours(k): v for k, v in load_file(folder / "model.safetensors").items()}
+    found = {parameter_name(k): v for k, v in load_file(folder / "model.safetensors").items()}
     head = found.pop("lm_head.weight")
     d2t = found.get("d2t", torch.zeros(len(head), dtype=torch.int64))
     place_of = {int(t): i for i, t in enumerate((torch.arange(len(head)) + d2t).tolist())}
     pairs = [(i, place_of[t]) for i, t in enumerate(target_D.tolist()) if t in place_of]
     mine, theirs = torch.tensor(pairs, dtype=torch.int64).view(-1, 2).T
     parameters = dict(draft.named_parameters())
-    weights = {k: v for k, v in found.items() if k not in NOT_TRAINED}
-    odd = weights.keys() ^ (parameters.keys() - {"lm_head.weight"})
-    if odd:
-        raise UserError(f"--init-from {folder}: {min(odd)} is in one of the two drafts only")
     with torch.no_grad():
-        for name, value in weights.items():
-            if value.shape != parameters[name].shape:
-                raise UserError(
-                    f"--init-from {folder}: {name} is {tuple(value.shape)}, expected"
-                    f" {tuple(parameters[name].shape)}"
-                )
-            parameters[name].copy_(value)
+        for name, value in found.items():
+            if name not in NOT_TRAINED:
+                parameters[name].copy_(value)
         device = draft.lm_head.weight.device
         draft.lm_head.weight[mine.to(device)] = head[theirs].to(device, torch.float32)
     return len(pairs)
@@ -118,7 +125,7 @@ def load_draft(folder: Path) -> "Eagle3Draft | None":
     layer = read_config(folder)
     if not layer["plain_rope"]:
         return None
-    found = {ours(k): v for k, v in load_file(folder / "model.safetensors").items()}
+    found = {parameter_name(k): v for k, v in load_file(folder / "model.safetensors").items()}
     H, heads = layer["hidden_size"], layer["num_attention_heads"]
     shape = DraftShape(
         hidden_size=H,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from common.artifacts import decode_json, sha256_file, sha256_json
-from common.cli import UserError, nearest, weight_of
+from common.cli import UserError, nearest, one_line, weight_of
 from common.conversations import FORMS
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
@@ -42,40 +42,69 @@ class Source:
     form: str | None = None
 
 
-def parse_source(text: str) -> Source:
+def parse_source(text: str, flag: str = "--dataset") -> Source:
     """`NAME[,option=value..]` → Source; UserError for a file that is not there or an option that
-    is none."""
-    name, options = text, {}
+    is none. A hub data set is taken as it is now: its revision becomes that commit."""
+    name, options = text, dict[str, Any]()
     if not Path(text).exists():
         name, *rest = text.split(",")
         for option in rest:
             key, _, value = option.partition("=")
             if key not in OPTIONS or not value:
                 raise UserError(
-                    f"--dataset {text}: unknown option {option!r}{nearest(key, list(OPTIONS))};"
+                    f"{flag} {text}: unknown option {option!r}{nearest(key, list(OPTIONS))};"
                     f" expected {', '.join(f'{k}=...' for k in OPTIONS)}"
                 )
             options[key] = value
     if options.get("form", FORMS[0]) not in FORMS:
-        raise UserError(f"--dataset {text}: form is one of {', '.join(FORMS)}")
+        raise UserError(f"{flag} {text}: form is one of {', '.join(FORMS)}")
     weight = None
     if "weight" in options:
-        weight = weight_of(options["weight"], f"--dataset {text}")
-    files = tuple(local_files(Path(name))) if is_local(name) else ()
+        weight = weight_of(options["weight"], f"{flag} {text}")
+    files: tuple[Path, ...] = ()
+    if is_local(name):
+        of_hub = [key for key in ("config", "split", "revision") if key in options]
+        if of_hub:
+            raise UserError(
+                f"{flag} {text}: {of_hub[0]} is of hub data sets; name the file itself instead"
+            )
+        files = tuple(local_files(Path(name)))
+    else:
+        options["revision"] = hub_commit(name, options.get("revision"), flag)
     return Source(name, files, **options | {"weight": weight})  # type: ignore[arg-type]
 
 
-def parse_sources(texts: list[str], max_samples: int | None) -> list[Source]:
-    """Every source; weights, if any, must be all and have something to share out."""
-    sources = [parse_source(str(text)) for text in texts]
+def hub_commit(name: str, revision: str | None, flag: str) -> str | None:
+    """The commit that a hub data set's revision (default: its newest) is now; offline, where only
+    what was fetched before can be read, the revision itself."""
+    import huggingface_hub
+
+    if huggingface_hub.constants.HF_HUB_OFFLINE:
+        return revision
+    try:
+        return str(huggingface_hub.HfApi().dataset_info(name, revision=revision, timeout=30).sha)
+    except Exception as e:  # hub and network errors are many; one remedy
+        raise UserError(
+            f"{flag} {name}: no such file, and the hub did not name its commit"
+            f" ({one_line(e, 200)}); give a local .json, .jsonl or .parquet"
+        ) from None
+
+
+def parse_sources(
+    texts: list[str], max_samples: int | None, flag: str = "--dataset"
+) -> list[Source]:
+    """Every source; weights, if any, must be all and have something to share out.
+
+    Args:
+        flag: that the texts are of, for messages.
+    """
+    sources = [parse_source(str(text), flag) for text in texts]
     weighted = [s for s in sources if s.weight is not None]
     if weighted and len(weighted) < len(sources):
         lacking = next(s for s in sources if s.weight is None)
-        raise UserError(
-            f"--dataset {lacking.name}: has no weight, others have one; give all or none"
-        )
+        raise UserError(f"{flag} {lacking.name}: has no weight, others have one; give all or none")
     if weighted and max_samples is None:
-        raise UserError("--dataset: weights share out --max-samples; pass it")
+        raise UserError(f"{flag}: weights share out --max-samples; pass it")
     return sources
 
 
@@ -108,7 +137,7 @@ def suffix_of(path: Path) -> str:
 
 
 def digest(sources: list[Source]) -> str:
-    """Identity of the sources: the content of local files, the name of hub data sets, options."""
+    """Identity of the sources: the content of local files, the commit of hub data sets, options."""
     found = []
     for s in sources:
         place: list[str | None] = [s.name, s.config, s.split, s.revision]
@@ -254,6 +283,6 @@ def read_hub(source: Source) -> Iterator[Row]:
     except Exception as e:  # hub, network and builder errors are many; one remedy
         reason = f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
         raise UserError(
-            f"--dataset {source.name}: no such file, and the hub did not serve it ({reason});"
+            f"{source.name}: no such file, and the hub did not serve it ({reason});"
             " give a local .json, .jsonl or .parquet"
         ) from None

@@ -35,9 +35,26 @@ def check_draft(folder: Path, verifier: Verifier) -> None:
         )
     if header["fc.weight"]["shape"][1] != len(ids) * verifier.hidden_size:
         raise UserError(f"{folder}: fc.weight does not fit {len(ids)} aux layers")
+    missing = [k for k in ("num_attention_heads", "rms_norm_eps") if k not in layer]
+    if missing:
+        raise UserError(f"{folder}/config.json: has no {missing[0]}; is it whole?")
+    # a server would take a head or map that is not there for zeros, without a word
+    rows = config.get("draft_vocab_size") or verifier.vocab_size
+    if header.get("lm_head.weight", {}).get("shape") != [rows, verifier.hidden_size]:
+        raise UserError(f"{folder}: has no lm_head.weight of {rows} tokens; is it whole?")
+    if rows < verifier.vocab_size and header.get("d2t", {}).get("shape") != [rows]:
+        raise UserError(f"{folder}: has no d2t of {rows} tokens; is it whole?")
 
 
 # ---------------------------------------------------------------- generation
+
+
+def warm_up(llm: Any, prompts: list[Prompt]) -> None:
+    """Answer the prompts in a few tokens, so that what compiles at its first use is not timed."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(max_tokens=8, temperature=0, detokenize=False)
+    llm.generate([{"prompt_token_ids": p.input_ids} for p in prompts], params, use_tqdm=False)
 
 
 @dataclass

@@ -50,6 +50,7 @@ def test_flex_attention_with_diagonals_is_the_plain_form(kv_heads):
             (out * w).sum().backward()
         for name, x in plain.items():
             other = there[name].grad
+            assert (x.grad is None) == (other is None)
             if x.grad is not None and other is not None and float(x.grad.norm()) > 0:
                 assert relative(other, x.grad) < 5e-3, (depth, name)
 

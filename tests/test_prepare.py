@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from common.cli import UserError
 from common.conversations import FORMS, RowError, form_of, messages_of, tools_of
 from common.rows import parse_sources, read_rows
 from tests.conftest import last_line, must, script, write_jsonl
@@ -98,7 +99,7 @@ def test_files_folders_and_packings(tmp_path):
     for name in ("2.jsonl.gz", "3.jsonl.zst"):
         path = tmp_path / "a" / name
         path.write_bytes(path.read_bytes()[:-6])
-        with pytest.raises(Exception, match=f"{name}.*(unpacked|mend)"):
+        with pytest.raises(UserError, match=f"{name}.*(unpacked|mend)"):
             rows_of(path)
 
 
@@ -118,6 +119,7 @@ def test_sources_mix_by_weight(tmp_path):
         ("a.jsonl,weight=-1", "weight is a number over 0"),
         ("a.jsonl,form=chat", "form is one of messages"),
         ("a.jsonl,weight=1", "weights share out --max-samples"),
+        ("a.jsonl,split=test", "split is of hub data sets"),
         (".", "no .jsonl, .json, .parquet in this folder"),
     ],
 )
@@ -125,7 +127,7 @@ def test_sources_that_are_none(tmp_path, monkeypatch, text, error):
     monkeypatch.chdir(tmp_path)
     if text.startswith("a"):
         write_jsonl(tmp_path / "a.jsonl", [{"n": 1}])
-    with pytest.raises(Exception, match=error):
+    with pytest.raises(UserError, match=error):
         parse_sources([text], None)
 
 

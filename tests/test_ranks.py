@@ -58,7 +58,10 @@ def test_one_process_goes_on_where_two_were_stopped(tiny_stages, alone, tmp_path
     args = train_args(tiny_stages, out, *SETTINGS)
     run = two_ranks(args)
     metrics = out / "metrics.jsonl"
-    while run.poll() is None and not (metrics.exists() and metrics.read_bytes().count(b"\n") > 2):
+    deadline = time.monotonic() + 240
+    while not (metrics.exists() and metrics.read_bytes().count(b"\n") > 2):
+        assert run.poll() is None, run.communicate()
+        assert time.monotonic() < deadline
         time.sleep(0.02)
     run.send_signal(signal.SIGTERM)
     output, errors = run.communicate(timeout=300)
@@ -73,7 +76,10 @@ def test_a_killed_rank_ends_the_run_clearly(tiny_stages, alone, tmp_path):
     out = tmp_path / "draft"
     args = train_args(tiny_stages, out, *SETTINGS, "--save-every", 2)
     run = two_ranks(args)
-    while run.poll() is None and not list((out / "state").glob("step_*")):
+    deadline = time.monotonic() + 240
+    while not list((out / "state").glob("step_*")):
+        assert run.poll() is None, run.communicate()
+        assert time.monotonic() < deadline
         time.sleep(0.02)
     ranks = [p for p in psutil.Process(run.pid).children() if "04_train.py" in p.cmdline()]
     ranks[1].kill()

@@ -6,8 +6,10 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from common import engine, served_states, serving
+from common.cli import UserError
 from common.draft_shape import DraftShape
 from common.eagle3 import Eagle3Draft, initialize
 from common.export import export_draft, serving_layer_ids
@@ -133,6 +135,16 @@ def test_a_draft_without_ids_is_refused(served, tmp_path):
     changed(export(served, tmp_path / "d"), eagle_aux_hidden_state_layer_ids=None)
     with pytest.raises(Exception, match="no eagle_aux_hidden_state_layer_ids"):
         serving.check_draft(tmp_path / "d", served["model"])
+
+
+@pytest.mark.parametrize("name", ["d2t", "lm_head.weight"])
+def test_a_draft_that_a_server_would_read_as_zeros_is_refused(served, tmp_path, name):
+    folder = export(served, tmp_path / "d")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[name]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(UserError, match=f"has no {name} of"):
+        serving.check_draft(folder, served["model"])
 
 
 def test_exported_names_are_those_vllm_reads(served, tmp_path):

@@ -13,6 +13,7 @@ from common.checkpoint import latest_state
 from common.hidden_files import hidden_file, read_hidden
 from common.hidden_folder import open_hidden
 from common.loading import RowReader
+from common.packing import count_work
 from common.samples import read_samples
 from common.training_log import HeldOut
 from tests.conftest import extract_args, last_line, must, script, train_args
@@ -64,6 +65,7 @@ def test_patience_ends_after_whole_epochs(judged, tiny_stages, tmp_path):
         (e for e in range(len(lengths)) if e - lengths.index(max(lengths[: e + 1])) >= patience),
         len(lengths) - 1,
     )
+    assert stale < len(lengths) - 1
     out = tmp_path / "draft"
     args = train_args(tiny_stages, out, *more, "--patience", patience)
     must(script("04_train.py", *args))
@@ -137,6 +139,36 @@ def test_an_initial_draft_of_another_map_gives_its_rows(judged, tiny_stages, tmp
                                               "--norm-output"))  # fmt: skip
     assert wrong.returncode == 1
     assert "its norm_output is False; pass --no-norm-output" in last_line(wrong)
+    config = json.loads((start / "config.json").read_text())
+    layer = config["transformer_layer_config"]
+    scaled = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0}
+    for change, tensor, error in [
+        ({"rope_parameters": scaled}, {}, "its rotary embedding is scaled"),
+        ({}, {"layers.0.self_attn.q_proj.bias": torch.zeros(4)}, "q_proj.bias is [4]"),
+        ({}, {"fc.weight": torch.zeros(4, 4)}, "fc.weight is [4, 4]"),
+    ]:
+        changed = config | {"transformer_layer_config": layer | change}
+        (start / "config.json").write_text(json.dumps(changed))
+        save_file(tensors | tensor, start / "model.safetensors")
+        out = tmp_path / "kept"
+        out.mkdir(exist_ok=True)
+        wrong = script("04_train.py", *train_args(tiny_stages, out, "--init-from", start))
+        assert wrong.returncode == 1
+        assert error in last_line(wrong)
+        assert not list(out.iterdir())
+
+
+def test_a_step_is_counted_as_it_is_packed(tiny_stages):
+    """What the loss of a step is divided by, without its rows."""
+    hidden = open_hidden(tiny_stages["hidden"])
+    samples = {s.index: s for s in read_samples(tiny_stages["prepared"], only=hidden.lengths)}
+    chosen = list(samples)[:9]
+    for rule in ("answer", "next"):
+        tokens = sum(len(samples[i].input_ids) for i in chosen)
+        reader = RowReader(hidden, samples, 3, rule, tokens, False)
+        row = reader.read(chosen)
+        work = count_work([samples[i] for i in chosen], 3, rule)
+        assert work.losses == [one.real for one in row.losses]
 
 
 @pytest.mark.parametrize("storage", ["bf16", "fp8"])

@@ -57,9 +57,10 @@ def main() -> None:
     model = verifier.load_verifier(args.model_path)
     draft = Path(args.draft)
     serving.check_draft(draft, model)
-    sources = rows.parse_sources(args.prompts, args.max_samples)
+    sources = rows.parse_sources(args.prompts, args.max_samples, "--prompts")
     local = [f for s in sources for f in s.files]
-    artifacts.check_apart(out, args.model_path, draft, *local)
+    states = [args.hidden_states] if args.hidden_states else []
+    artifacts.check_apart(out, args.model_path, draft, *local, *states)
     settings = {
         "num_speculative_tokens": args.num_speculative_tokens,
         "max_new_tokens": args.max_new_tokens,
@@ -129,6 +130,7 @@ def main() -> None:
             checked = (
                 {} if stored is None else served_states.check_served(llm, *stored, draft, model)
             )
+            serving.warm_up(llm, asked[: args.batch_size])
             before = serving.spec_counters(llm)
             drafted = serving.generate(llm, *decode, "with draft")
             counters = {k: v - before.get(k, 0) for k, v in serving.spec_counters(llm).items()}
@@ -141,6 +143,7 @@ def main() -> None:
         rest = {"counters": counters, "checked": checked}
         artifacts.write_json(half, dataclasses.asdict(drafted) | rest)
     with engine.running(base, args.engine_args, "evaluate") as llm:
+        serving.warm_up(llm, asked[: args.batch_size])
         plain = serving.generate(llm, *decode, "verifier alone")
 
     # ---------------------------------------------------------------- report
@@ -226,6 +229,9 @@ def format_table(result: dict, args, count: int) -> str:
     ]
     if "fed_states_relative_error" in result:
         lines.append(("fed states vs 03's", f"relative {result['fed_states_relative_error']:.1e}"))
+    if "made_states_not_compared" in result:
+        why = result["made_states_not_compared"]
+        lines.append(("its states vs training's", f"not compared: {why}"))
     if "made_states_relative_error" in result:
         made = ", ".join(f"{x:.1e}" for x in result["made_states_relative_error"])
         lines.append(("its states vs training's", f"relative {made} a depth"))

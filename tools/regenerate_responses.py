@@ -85,7 +85,7 @@ def main() -> None:
     from common import asking, chat, prompts, rows, verifier
 
     model = verifier.load_verifier(args.model_path)
-    sources = rows.parse_sources(args.prompts, args.max_samples)
+    sources = rows.parse_sources(args.prompts, args.max_samples, "--prompts")
     artifacts.check_apart(out, args.model_path, *(f for s in sources for f in s.files))
     settings = {
         "max_new_tokens": args.max_new_tokens,
