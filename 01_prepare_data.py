@@ -29,7 +29,7 @@ def parse_args():
         metavar="DATA",
         help="files, folders or hub names, each with options: NAME,config=..,split=train,"
         "revision=..,form=messages|conversations|alpaca|pair (default: found by the rows' keys),"
-        "weight=.. (its share of --max-samples)",
+        "weight=.. (its share of the rows read)",
     )
     p.add_common("--output-dir", "--max-samples", "--max-seq-len")
     p.add_argument(

@@ -21,7 +21,7 @@ def parse_args():
     p = cli.Parser(STAGE, __doc__)
     p.add_common("--model-path", "--prepared-data", "--output-dir", "--max-samples")
     p.add_common("--max-seq-len", "--layers")
-    p.add_argument("--tp-size", type=cli.positive_int, default=1, metavar="GPUS")
+    p.add_common("--tp-size")
     p.add_argument(
         "--max-batch-tokens",
         type=cli.positive_int,
@@ -36,10 +36,7 @@ def parse_args():
         metavar="SAMPLES",
         help="most samples in one forward pass (never over 128; the token budget bounds it too)",
     )
-    p.add_argument(
-        "--gpu-memory-utilization", type=cli.between(0.01, 1), default=0.9, metavar="FRACTION"
-    )
-    p.add_argument("--dtype", default="auto", choices=cli.DTYPES, help="of the verifier")
+    p.add_common("--gpu-memory-utilization", "--dtype")
     p.add_argument(
         "--storage-dtype",
         default="auto",
@@ -74,7 +71,7 @@ def parse_args():
         metavar="MINUTES",
         help="give up on a verifier that takes longer to load",
     )
-    p.add_argument("--engine-args", type=cli.json_object, default={}, metavar="JSON")
+    p.add_common("--engine-args")
     p.add_argument(
         "--verify", action="store_true", help="read a finished folder again, load nothing"
     )

@@ -27,7 +27,7 @@ def parse_args():
     p = cli.Parser(STAGE, __doc__)
     p.add_common("--model-path", "--prepared-data", "--vocab-map", "--hidden-states")
     p.add_common("--output-dir", "--max-samples", "--max-seq-len", "--layers")
-    p.add_argument("--epochs", type=cli.counted(1000), default=10)
+    p.add_argument("--epochs", type=cli.counted(1000), default=10, help="passes over the data")
     p.add_argument(
         "--max-batch-tokens",
         type=cli.positive_int,
@@ -60,13 +60,23 @@ def parse_args():
     )
     p.add_argument("--lr", type=cli.between(1e-9, 1), default=1e-3, help="peak learning rate")
     p.add_argument("--warmup", type=cli.between(0, 1), default=0.05, help="fraction of all steps")
-    p.add_argument("--weight-decay", type=cli.between(0, 1), default=0.0)
+    p.add_argument("--weight-decay", type=cli.between(0, 1), default=0.0, help="decoupled")
     p.add_argument("--clip", type=cli.between(1e-6, 1e6), default=1.0, help="largest gradient norm")
     p.add_argument(
         "--heldout-fraction", type=cli.between(0, 0.9), default=0.05, help="of conversations"
     )
-    p.add_argument("--train-lm-head", action=argparse.BooleanOptionalAction, default=True)
-    p.add_argument("--norm-before-residual", action=argparse.BooleanOptionalAction, default=True)
+    p.add_argument(
+        "--train-lm-head",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="the head too, which starts as the verifier's",
+    )
+    p.add_argument(
+        "--norm-before-residual",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="the normed states, not the raw ones, are the layer's residual",
+    )
     p.add_argument(
         "--norm-before-fc",
         action=argparse.BooleanOptionalAction,
@@ -75,9 +85,14 @@ def parse_args():
     p.add_argument(
         "--fc-norm", action=argparse.BooleanOptionalAction, default=False, help="a norm each"
     )
-    p.add_argument("--norm-output", action=argparse.BooleanOptionalAction, default=False)
     p.add_argument(
-        "--draft",
+        "--norm-output",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="the normed states go on to the next depth",
+    )
+    p.add_argument(
+        "--draft-shape",
         type=cli.json_object,
         default={},
         metavar="JSON",
@@ -107,8 +122,18 @@ def parse_args():
         help="end after so many epochs without a better held-out acceptance length",
     )
     p.add_argument("--tensorboard", action="store_true", help="also write TensorBoard's files")
-    p.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    p.add_argument("--compute-dtype", choices=["auto", "bfloat16", "float32"], default="auto")
+    p.add_argument(
+        "--device",
+        choices=["auto", "cpu", "cuda"],
+        default="auto",
+        help="auto: a GPU if there is one",
+    )
+    p.add_argument(
+        "--compute-dtype",
+        choices=["auto", "bfloat16", "float32"],
+        default="auto",
+        help="of activations and of the weights' copies (auto: bfloat16 where it is fast)",
+    )
     p.add_argument(
         "--float8",
         action="store_true",
@@ -221,7 +246,7 @@ def check(args, device, dtype, ranks) -> Job | None:
     layers = train_inputs.check_layers(args.layers, model, hidden)
     data = train_inputs.read_data(args, prepared, hidden, model)
     shape = draft_shape.draft_shape(
-        args.draft,
+        args.draft_shape,
         model,
         len(layers) - 1,
         len(d2t),

@@ -5,7 +5,8 @@ rank costs. Prints a JSON line a measurement.
 
 FAST: a RAM disk for the verifier, of Kimi-K2.5's shape with eight layers and random weights, and
 the states (30 GB a size, two at once); DISK: drafts. --parts extract train kill, in any number of
-calls on one machine. On CPUs for a try: --verifier DIR --data DIR --layers N N N N --draft JSON.
+calls on one machine. On CPUs for a try: --verifier, --data, --layers and --draft-shape of a tiny
+one.
 """
 
 import argparse
@@ -45,7 +46,7 @@ def main() -> None:
     p.add_argument("--verifier", type=Path)
     p.add_argument("--data", type=Path)
     p.add_argument("--layers", nargs=4, default=["2", "4", "5", "7"])
-    p.add_argument("--draft", default=KIMI_DRAFT)
+    p.add_argument("--draft-shape", default=KIMI_DRAFT)
     p.add_argument("--draft-vocab-size", type=int, default=32000)
     p.add_argument("--epochs", type=int, default=2)
     p.add_argument("--max-batch-tokens", type=int, default=8192)
@@ -139,8 +140,8 @@ def training(a: argparse.Namespace, size: int, out: Path, *more: Any) -> list[An
     return [
         *launch, "04_train.py", "--model-path", a.verifier, "--prepared-data", a.data,
         "--vocab-map", vocab, "--hidden-states", states_folder(a, a.sizes[0]), "--output-dir", out,
-        "--layers", *a.layers, "--draft", a.draft, "--lr", 1e-4, "--heldout-fraction", 0,
-        "--epochs", a.epochs, "--max-batch-tokens", a.max_batch_tokens,
+        "--layers", *a.layers, "--draft-shape", a.draft_shape, "--lr", 1e-4,
+        "--heldout-fraction", 0, "--epochs", a.epochs, "--max-batch-tokens", a.max_batch_tokens,
         "--rows-per-step", max(a.sizes), *more,
     ]  # fmt: skip
 

@@ -42,7 +42,7 @@ for part in ${PARTS:-step depths7 whole whole-float8 peer-whole}; do
         timed "$part" "$PY" 04_train.py --model-path "$MODEL" --layers 2 4 5 7 \
             --prepared-data "$FAST/data" --vocab-map "$FAST/map" --hidden-states "$FAST/hidden" \
             --output-dir "$DISK/$part" "${more[@]}" --epochs 10 --lr 1e-4 --heldout-fraction 0 \
-            --save-every 100000 --draft "{$SHAPE, \"rope_theta\": 1e6, \"rms_norm_eps\": 1e-6}"
+            --save-every 100000 --draft-shape "{$SHAPE, \"rope_theta\": 1e6, \"rms_norm_eps\": 1e-6}"
         tail -1 "$DISK/$part.log"
         rm -r "$DISK/$part"
         ;;

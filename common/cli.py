@@ -173,11 +173,24 @@ class Parser(argparse.ArgumentParser):
                 metavar="JSON",
                 help='variables of the chat template, as {"enable_thinking": false}',
             ),
-            "--seed": dict(type=int, default=0, help="seed of everything random"),
+            "--tp-size": dict(
+                type=positive_int, default=1, metavar="GPUS", help="tensor-parallel size in vLLM"
+            ),
+            "--gpu-memory-utilization": dict(
+                type=between(0.01, 1),
+                default=0.9,
+                metavar="FRACTION",
+                help="of a GPU's memory, for vLLM",
+            ),
+            "--dtype": dict(default="auto", choices=DTYPES, help="of the verifier in vLLM"),
+            "--engine-args": dict(
+                type=json_object, default={}, metavar="JSON", help="more arguments of vLLM's engine"
+            ),
+            "--seed": dict(type=int, default=0, help="seed of what is random (01, 02: nothing)"),
             "--dry-run": dict(action="store_true", help="check everything, print the plan, stop"),
             "--overwrite": dict(action="store_true", help="replace what the output folder holds"),
             "--trust-remote-code": dict(
-                action="store_true", help="run Python code that ships with the verifier"
+                action="store_true", help="run Python code that ships with the verifier, if any"
             ),
         }
         for name in names:

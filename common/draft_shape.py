@@ -46,10 +46,12 @@ def draft_shape(
     """
     unknown = [k for k in given if k not in SHAPE_KEYS]
     if unknown:
-        raise UserError(f"--draft: unknown key {unknown[0]}{nearest(unknown[0], list(SHAPE_KEYS))}")
+        raise UserError(
+            f"--draft-shape: unknown key {unknown[0]}{nearest(unknown[0], list(SHAPE_KEYS))}"
+        )
     if given.get("hidden_size", verifier.hidden_size) != verifier.hidden_size:
         raise UserError(
-            f"--draft: hidden_size {given['hidden_size']} must be the verifier's"
+            f"--draft-shape: hidden_size {given['hidden_size']} must be the verifier's"
             f" {verifier.hidden_size}, whose embedding and head the draft shares"
         )
     rope = verifier.text.get("rope_parameters") or {}
@@ -76,15 +78,17 @@ def draft_shape(
             **norms,
         )
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as e:
-        raise UserError(f"--draft: missing or not a number: {e}") from None
+        raise UserError(f"--draft-shape: missing or not a number: {e}") from None
     for name in ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"):
         if getattr(shape, name) < 1:
-            raise UserError(f"--draft: {name} must be at least 1")
+            raise UserError(f"--draft-shape: {name} must be at least 1")
     if shape.head_dim % 2 or not 0 < shape.rms_norm_eps < 1 or not 1 < shape.rope_theta < 1e12:
-        raise UserError("--draft: needs an even head_dim, 0 < rms_norm_eps < 1, rope_theta > 1")
+        raise UserError(
+            "--draft-shape: needs an even head_dim, 0 < rms_norm_eps < 1, rope_theta > 1"
+        )
     if shape.num_attention_heads % shape.num_key_value_heads:
         raise UserError(
-            f"--draft: {shape.num_attention_heads} heads are no multiple of"
+            f"--draft-shape: {shape.num_attention_heads} heads are no multiple of"
             f" {shape.num_key_value_heads} key/value heads"
         )
     return shape

@@ -55,7 +55,7 @@ def load_prompts(
                 )
         except RowError as e:
             if not skip_bad_rows:
-                raise UserError(f"{row.where}: {e}") from None
+                raise UserError(f"{row.where}: {e}; mend or remove the row") from None
             skipped += 1
             continue
         prompts[prompt.id] = prompt

@@ -63,7 +63,7 @@ def check_initial(folder: Path, shape: DraftShape) -> None:
     for key in SHAPE_KEYS:
         if key in layer and layer[key] != getattr(shape, key):
             raise UserError(
-                f"--init-from {folder}: its {key} is {layer[key]}, --draft says"
+                f"--init-from {folder}: its {key} is {layer[key]}, --draft-shape says"
                 f" {getattr(shape, key)}; make them equal"
             )
     sizes = {parameter_name(k): v["shape"] for k, v in header.items() if k != "__metadata__"}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from common import artifacts, cli
 from common.hidden_files import check_hidden_file
-from common.samples import Sample, read_samples
+from common.samples import FILE, Sample, read_samples
 
 
 def check_prepared(identity: str, prepared: Path, vocab_map: Path, vocab_report, hidden) -> None:
@@ -53,11 +53,15 @@ def read_data(args, prepared: Path, hidden, model) -> dict[int, Sample]:
     for sample in found.values():
         size = len(sample.input_ids)
         check_hidden_file(hidden.file(sample.index), size, *hidden.shape)
-        if size > min(args.max_batch_tokens, args.max_seq_len):
-            raise cli.UserError(
-                f"sample {sample.id!r} has {size} tokens, over --max-batch-tokens"
-                f" {args.max_batch_tokens} or --max-seq-len {args.max_seq_len}; raise it"
-            )
+        for flag, most in (
+            ("--max-batch-tokens", args.max_batch_tokens),
+            ("--max-seq-len", args.max_seq_len),
+        ):
+            if size > most:
+                raise cli.UserError(
+                    f"{prepared / FILE}:{sample.index + 1}: sample {sample.id!r} has {size} tokens,"
+                    f" over {flag} {most}; raise it"
+                )
     return found
 
 
@@ -73,7 +77,8 @@ def check_layers(asked, model, hidden) -> list[int]:
     if held[-1] != model.num_layers - 1 or len(held) != 4:
         raise cli.UserError(
             f"{hidden.path}: holds layers {held}; training needs three layers (vLLM feeds a draft"
-            f" of this format three) and the final one, {model.num_layers - 1} (the targets)"
+            f" of this format three) and the final one, {model.num_layers - 1} (the targets); run"
+            " 03 with four --layers"
         )
     return held
 

@@ -350,7 +350,7 @@ def test_a_broken_map(tiny_stages, tmp_path):
 
 
 def test_unknown_shape_key(tiny_stages, tmp_path):
-    more = ("--draft", '{"head_dimm": 64}')
+    more = ("--draft-shape", '{"head_dimm": 64}')
     result = script("04_train.py", *train_args(tiny_stages, tmp_path / "d", *more))
     fails(result, "unknown key head_dimm; did you mean head_dim?", folder=tmp_path / "d")
 

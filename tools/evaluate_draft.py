@@ -29,17 +29,23 @@ def parse_args():
     p.add_argument("--prompts", nargs="+", metavar="FILE", help="held-out chat rows")
     p.add_common("--output-dir", "--max-samples", "--max-seq-len", "--hidden-states")
     p.add_common("--template-args")
-    p.add_argument("--num-speculative-tokens", type=cli.positive_int, default=3, metavar="N")
-    p.add_argument("--max-new-tokens", type=cli.positive_int, default=256, metavar="TOKENS")
-    p.add_argument("--tp-size", type=cli.positive_int, default=1, metavar="GPUS")
+    p.add_argument(
+        "--num-speculative-tokens",
+        type=cli.positive_int,
+        default=3,
+        metavar="N",
+        help="tokens drafted a pass of the verifier",
+    )
+    p.add_argument(
+        "--max-new-tokens",
+        type=cli.positive_int,
+        default=256,
+        metavar="TOKENS",
+        help="of an answer",
+    )
     p.add_argument("--batch-size", type=cli.positive_int, default=32, help="prompts at a time")
-    p.add_argument(
-        "--gpu-memory-utilization", type=cli.between(0.01, 1), default=0.9, metavar="FRACTION"
-    )
-    p.add_argument(
-        "--dtype", default="auto", choices=cli.DTYPES, help="of both; float32 is lossless"
-    )
-    p.add_argument("--engine-args", type=cli.json_object, default={}, metavar="JSON")
+    # float32 is lossless: the answers with and without the draft are the same
+    p.add_common("--tp-size", "--gpu-memory-utilization", "--dtype", "--engine-args")
     p.add_common("--seed", "--dry-run", "--overwrite", "--trust-remote-code")
     p.need("--model-path", "--draft", "--prompts", "--output-dir")
     return p.parse()

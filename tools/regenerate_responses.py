@@ -63,13 +63,18 @@ def parse_args():
     p.add_argument("--served-model", metavar="NAME", help="the server's (default: its only one)")
     p.add_argument("--concurrency", type=cli.counted(4096), default=64, help="requests at a time")
     p.add_argument("--retries", type=cli.whole_number, default=5, help="of a failed request")
-    p.add_argument("--request-timeout", type=cli.between(1, 1e6), default=1800, metavar="SECONDS")
-    p.add_argument("--tp-size", type=cli.positive_int, default=1, metavar="GPUS")
+    p.add_argument(
+        "--request-timeout",
+        type=cli.between(1, 1e6),
+        default=1800,
+        metavar="SECONDS",
+        help="of an answer",
+    )
     p.add_argument("--batch-size", type=cli.positive_int, default=128, help="answers at a time")
-    p.add_argument("--gpu-memory-utilization", type=cli.between(0.01, 1), default=0.9)
-    p.add_argument("--dtype", default="auto", choices=cli.DTYPES)
-    p.add_argument("--engine-args", type=cli.json_object, default={}, metavar="JSON")
-    p.add_argument("--skip-bad-rows", action="store_true", help="count and drop bad prompts")
+    p.add_common("--tp-size", "--gpu-memory-utilization", "--dtype", "--engine-args")
+    p.add_argument(
+        "--skip-bad-rows", action="store_true", help="count and drop prompts that cannot be used"
+    )
     p.add_common("--dry-run", "--overwrite", "--trust-remote-code")
     p.need("--model-path", "--output-dir", "--prompts")
     return p.parse()
