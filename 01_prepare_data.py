@@ -112,9 +112,9 @@ def main() -> None:
         return
     counts: Counter[str] = Counter()
     if args.dry_run:
-        for made in encoding.encode_rows(rules, rows.read_rows(sources, 100), 1):
-            counts.update(made.fates)
-            counts["samples"] += len(made.lines)
+        for row in encoding.encode_rows(rules, rows.read_rows(sources, 100), 1):
+            counts.update(row.counts)
+            counts["samples"] += len(row.lines)
         progress.log(
             f"prepare: dry run, the first {counts['rows']} rows become {counts['samples']} samples"
             f"{fates(counts)}; nothing was written"
@@ -158,9 +158,9 @@ def main() -> None:
 def encoded(rows, counts: Counter[str]):
     """Yield the samples of encoded rows, each once; counts what becomes of rows and samples."""
     seen: set[bytes] = set()
-    for made in rows:
-        counts.update(made.fates)
-        for line in made.lines:
+    for row in rows:
+        counts.update(row.counts)
+        for line in row.lines:
             if line.content in seen:
                 counts["dropped: the same as an earlier sample"] += 1
                 continue

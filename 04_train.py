@@ -352,11 +352,11 @@ def train_draft(args, job: Job, device, dtype, ranks) -> tuple[dict | None, int,
     lengths = job.train | job.held
     rows_of_all = [row for step in steps for row in step.rows] + held_rows
     longest = max(sum(lengths[i] for i in row) for row in rows_of_all)
-    reader, judge = (
+    reader, held_reader = (
         loading.RowReader(job.hidden, job.samples, args.ttt_steps, rule, longest, device == "cuda")
         for rule in (args.loss_rule, "answer")
     )
-    held = HeldOut(trainer, teacher, judge, held_rows, args.patience)
+    held = HeldOut(trainer, teacher, held_reader, held_rows, args.patience)
     begun, spent = 0, 0.0
     if newest is not None:
         saved, best_weights = checkpoint.load_state(newest, trainer)

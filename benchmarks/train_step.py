@@ -31,7 +31,7 @@ WARM_UP = 4
 # By a part of the kernel's name, first match.
 GROUPS = {
     "attention": ("flex", "diagonals"),
-    "float8 casts": ("cast_kernel", "largest_kernel"),
+    "float8 casts": ("cast_kernel", "amax_kernel"),
     "matrix products": ("nvjet", "gemm", "cutlass", "xmma"),
     "compiled regions": ("triton",),
     "optimizer, clipping": ("multi_tensor", "adam", "foreach"),

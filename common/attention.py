@@ -11,7 +11,8 @@ Column t at depth j sees the depth-0 keys s <= t of its sample and its own keys 
 The base block is ordinary attention; each diagonal adds one score a column, and the two
 merge by their log-sum-exps.
 
-Shape suffixes: T tokens of a row, N columns, h heads, g key/value heads, d head size.
+Shape suffixes: T tokens of a row, N columns, h heads, g key/value heads, d head size, c = d/2; of
+one sample: n columns, s tokens.
 """
 
 import functools
@@ -26,13 +27,14 @@ from common.packed_row import FILL, PackedRow
 def rope_table(positions_N: torch.Tensor, d: int, theta: float) -> torch.Tensor:
     """Cosines and sines of the positions' rotary angles, float32 [N, 2, d / 2]."""
     exponent = torch.arange(d // 2, dtype=torch.float32, device=positions_N.device) / (d // 2)
-    angle_Nd = positions_N.float()[:, None] * theta**-exponent
-    return torch.stack([angle_Nd.cos(), angle_Nd.sin()], 1)
+    angle_Nc = positions_N.float()[:, None] * theta**-exponent
+    return torch.stack([angle_Nc.cos(), angle_Nc.sin()], 1)
 
 
 @region
 def rotate(x_Nhd: torch.Tensor, rope_N2d: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding, halves convention (Llama), computed in float32; see rope_table."""
+    """Rotary embedding, halves convention (Llama), computed in float32; see rope_table. The shape
+    [N, h or g, d] stays."""
     half = x_Nhd.shape[-1] // 2
     cos, sin = rope_N2d[:, None, 0], rope_N2d[:, None, 1]
     a, b = x_Nhd[..., :half].float(), x_Nhd[..., half:].float()

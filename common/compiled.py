@@ -33,12 +33,12 @@ def region(function: F) -> F:
         if not args[0].is_cuda:
             return function(*args)
         for arg in args:
-            if isinstance(arg, torch.Tensor) and not weight(arg):
+            if isinstance(arg, torch.Tensor) and not is_norm_weight(arg):
                 torch._dynamo.maybe_mark_dynamic(arg, 0)
         return compiled()(*args)
 
     return call  # type: ignore[return-value]
 
 
-def weight(tensor: torch.Tensor) -> bool:
+def is_norm_weight(tensor: torch.Tensor) -> bool:
     return tensor.dim() == 1 and tensor.is_floating_point()

@@ -4,7 +4,8 @@ Architecture of speculators 0.9 (models/eagle3) and vLLM's llama_eagle3, with th
 parameter names; training-time test after EAGLE-3 (arXiv 2503.01840, section 3.2).
 
 Shape suffixes: T tokens of a packed row, N columns computed, H hidden size, A aux layers,
-h heads, g key/value heads, d head_dim, D draft vocabulary, V verifier's.
+h heads, g key/value heads, d head_dim, Q = h*d, K = g*d, I intermediate size, D draft
+vocabulary, V verifier's.
 """
 
 import torch
@@ -27,7 +28,7 @@ rms_norm_region = region(rms_norm)
 
 
 class RMSNorm(nn.Module):
-    """See rms_norm."""
+    """See rms_norm; a shape [..., size] stays."""
 
     def __init__(self, size: int, eps: float):
         super().__init__()
@@ -39,7 +40,7 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Projections of the first layer; its input is [embedding, hidden] of 2H."""
+    """Projections; of queries, keys and values from [embedding, hidden] of 2H."""
 
     def __init__(self, s: DraftShape):
         super().__init__()
@@ -51,7 +52,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU."""
+    """SwiGLU, [N, H] to [N, H]."""
 
     def __init__(self, s: DraftShape):
         super().__init__()
@@ -65,11 +66,13 @@ class MLP(nn.Module):
 
 
 @region
-def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    return F.silu(gate) * up
+def swiglu(gate_NI: torch.Tensor, up_NI: torch.Tensor) -> torch.Tensor:
+    return F.silu(gate_NI) * up_NI
 
 
 class Layer(nn.Module):
+    """The decoder layer's parameters; ttt_states runs it."""
+
     def __init__(self, s: DraftShape):
         super().__init__()
         self.input_layernorm = RMSNorm(s.hidden_size, s.rms_norm_eps)  # of the embedding
@@ -157,16 +160,17 @@ def ttt_states(
         x_N2H, normed_NH = layer_input(embed_VH[ids_N], hidden_NH, *norms, s.rms_norm_eps)
         return x_N2H, normed_NH if s.norm_before_residual else hidden_NH
 
-    def keys_values(k_N: torch.Tensor, v_N: torch.Tensor, rope_N2d: torch.Tensor):
-        return rotate(k_N.view(-1, g, d), rope_N2d), v_N.view(-1, g, d)
+    def keys_values(k_NK: torch.Tensor, v_NK: torch.Tensor, rope_N2d: torch.Tensor):
+        """Return (rotated keys, values), [N, g, d]."""
+        return rotate(k_NK.view(-1, g, d), rope_N2d), v_NK.view(-1, g, d)
 
     # Column t takes token t+1; a row's or sample's last column has none and is never needed.
     following_T = row.ids_T.roll(-1)
     x_T2H, residual_TH = inputs(following_T, draft.fuse(products, row.aux(products.dtype)))
     rope_T2d = rope_table(row.positions_T, d, s.rope_theta)
-    k_T, v_T = products.linears(x_T2H, attn.k_proj, attn.v_proj)
-    attention = TTTAttention(row, *keys_values(k_T, v_T, rope_T2d))
-    q_N = products.linear(x_T2H[columns_N], attn.q_proj)
+    k_TK, v_TK = products.linears(x_T2H, attn.k_proj, attn.v_proj)
+    attention = TTTAttention(row, *keys_values(k_TK, v_TK, rope_T2d))
+    q_NQ = products.linear(x_T2H[columns_N], attn.q_proj)
     residual_NH = residual_TH[columns_N]
     states: list[torch.Tensor] = []
     for k in range(len(row.losses)):
@@ -174,9 +178,9 @@ def ttt_states(
         if k > 0:
             before_NH = draft.norm(states[-1]) if s.norm_output else states[-1]
             x_N2H, residual_NH = inputs(row.tokens_KN[k], before_NH)
-            q_N, k_N, v_N = products.linears(x_N2H, attn.q_proj, attn.k_proj, attn.v_proj)
-            attention.add_own(*keys_values(k_N, v_N, rope_N2d))
-        mixed_Nhd = attention(rotate(q_N.view(-1, h, d), rope_N2d))
+            q_NQ, k_NK, v_NK = products.linears(x_N2H, attn.q_proj, attn.k_proj, attn.v_proj)
+            attention.add_own(*keys_values(k_NK, v_NK, rope_N2d))
+        mixed_Nhd = attention(rotate(q_NQ.view(-1, h, d), rope_N2d))
         hidden_NH = residual_NH + products.linear(mixed_Nhd.flatten(1), attn.o_proj)
         normed_NH = layer.post_attention_layernorm(hidden_NH)
         states.append(hidden_NH + layer.mlp(products, normed_NH))

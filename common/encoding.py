@@ -56,11 +56,11 @@ class Line(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Made:
+class EncodedRow:
     """A row's samples, and what befell it, to be counted."""
 
     lines: list[Line]
-    fates: Counter[str]
+    counts: Counter[str]
 
 
 class RowEncoder:
@@ -75,24 +75,24 @@ class RowEncoder:
         r = self.rules
         return load_template(r.model_path, r.trust_remote_code, r.end_ids, r.template_args)
 
-    def encode(self, row: Row) -> Made:
+    def encode(self, row: Row) -> EncodedRow:
         """UserError for a row that is no conversation, unless bad rows are skipped."""
-        fates: Counter[str] = Counter(rows=1)
+        counts: Counter[str] = Counter(rows=1)
         try:
-            samples = self._encode(row, fates)
+            samples = self._encode(row, counts)
         except RowError as e:
-            fates[f"dropped: {e.reason}"] += 1
+            counts[f"dropped: {e.reason}"] += 1
             if e.malformed and not self.rules.skip_bad_rows:
                 raise UserError(
                     f"{row.where}: {e}; mend the row, or pass --skip-bad-rows"
                 ) from None
-            return Made([], fates)
-        return Made([line_of(sample) for sample in samples], fates)
+            return EncodedRow([], counts)
+        return EncodedRow([line_of(sample) for sample in samples], counts)
 
-    def _encode(self, row: Row, fates: Counter[str]) -> list[dict[str, Any]]:
+    def _encode(self, row: Row, counts: Counter[str]) -> list[dict[str, Any]]:
         value, rules = row.value, self.rules
         if value.get("finish_reason") == "length" and not rules.keep_unfinished:
-            fates["dropped: answer cut by the length limit"] += 1
+            counts["dropped: answer cut by the length limit"] += 1
             return []
         if "input_ids" in value or "loss_mask" in value:
             try:
@@ -111,19 +111,19 @@ class RowEncoder:
         name = conversation_name(known) if name is None else str(name)
         samples = []
         for one in encoded:
-            fates.update(one.notes)
-            samples += self._fit(one, fates)
+            counts.update(one.notes)
+            samples += self._fit(one, counts)
         several = len(samples) > 1
         return [
             {"id": f"{name}{SEPARATOR}{k}" if several else name, **sample}
             for k, sample in enumerate(samples)
         ]
 
-    def _fit(self, one: Encoded, fates: Counter[str]) -> list[dict[str, Any]]:
+    def _fit(self, one: Encoded, counts: Counter[str]) -> list[dict[str, Any]]:
         """The sample within the length limit, as none, one or several."""
         rules, size = self.rules, len(one.input_ids)
         if size > rules.longest:
-            fates[f"long: {rules.long}"] += 1
+            counts[f"long: {rules.long}"] += 1
         if size > rules.longest and rules.long == "drop":
             return []
         ends = range(0, size, rules.longest) if rules.long == "split" else [0]
@@ -132,10 +132,10 @@ class RowEncoder:
             part = slice(start, start + rules.longest)
             ids, mask = one.input_ids[part], one.loss_mask[part]
             if not any(mask):
-                fates["dropped: no loss tokens"] += 1
+                counts["dropped: no loss tokens"] += 1
                 continue
             if mask[-1] and ids[-1] not in rules.end_ids:
-                fates["note: answers without an end-of-turn token"] += 1
+                counts["note: answers without an end-of-turn token"] += 1
             samples.append({"input_ids": ids, "loss_mask": mask})
         return samples
 
@@ -164,11 +164,11 @@ def start_worker(rules: Rules) -> None:
     _encoder = RowEncoder(rules)
 
 
-def encode_chunk(rows: list[Row]) -> list[Made]:
+def encode_chunk(rows: list[Row]) -> list[EncodedRow]:
     return [_encoder.encode(row) for row in rows]
 
 
-def encode_rows(rules: Rules, rows: Iterator[Row], workers: int) -> Iterator[Made]:
+def encode_rows(rules: Rules, rows: Iterator[Row], workers: int) -> Iterator[EncodedRow]:
     """Encode rows on several processes, in their order; at most a few chunks of them a worker
     are under way."""
     first = list(itertools.islice(rows, FEW))
@@ -181,7 +181,7 @@ def encode_rows(rules: Rules, rows: Iterator[Row], workers: int) -> Iterator[Mad
     context = multiprocessing.get_context("forkserver")
     pool = ProcessPoolExecutor(workers, context, start_worker, (rules,))
     try:
-        under_way: deque[Future[list[Made]]] = deque()
+        under_way: deque[Future[list[EncodedRow]]] = deque()
         for chunk in chunks:
             under_way.append(pool.submit(encode_chunk, chunk))
             if len(under_way) >= 3 * workers:

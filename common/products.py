@@ -78,7 +78,7 @@ class Products:
         for weights in groups.values():
             xs = [x for x, _ in self._uses[weights[0]]]
             dys = [[dy for _, dy in self._uses.pop(weight)] for weight in weights]
-            for weight, gradient_OI in zip(weights, outers(dys, xs), strict=True):
+            for weight, gradient_OI in zip(weights, weight_gradients(dys, xs), strict=True):
                 if weight.grad is None:
                     weight.grad = gradient_OI
                 else:
@@ -89,15 +89,15 @@ class Operand(NamedTuple):
     """A matrix of a product, [N, .]; of one in float8 also its largest magnitude."""
 
     values: torch.Tensor
-    largest: torch.Tensor | None = None
+    amax: torch.Tensor | None = None
 
 
-def outers(dys: list[list[Operand]], xs: list[Operand]) -> Iterator[torch.Tensor]:
+def weight_gradients(dys: list[list[Operand]], xs: list[Operand]) -> Iterator[torch.Tensor]:
     """For each of `dys`: the sum of dy.T @ x over the list, float32 [O, I]."""
-    if xs[0].largest is not None:
-        from common.float8 import outers8
+    if xs[0].amax is not None:
+        from common.float8 import weight_gradients8
 
-        yield from outers8(dys, xs)  # type: ignore[arg-type]
+        yield from weight_gradients8(dys, xs)  # type: ignore[arg-type]
         return
     x_NI = joined(xs)
     for dy in dys:
@@ -117,10 +117,10 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, products: Products, x_NI: torch.Tensor, *weights: torch.Tensor) -> Any:
-        ctx.products, ctx.weights, ctx.largest = products, weights, None
+        ctx.products, ctx.weights, ctx.amax = products, weights, None
         ctx.save_for_backward(x_NI)
         if products.float8:
-            ys, ctx.largest = products.copies8(weights).products(x_NI.contiguous())
+            ys, ctx.amax = products.copies8(weights).products(x_NI.contiguous())
             return tuple(ys)
         return tuple(x_NI @ products.copy(weight).T for weight in weights)
 
@@ -129,14 +129,14 @@ class Product(torch.autograd.Function):
         products, weights = ctx.products, ctx.weights
         (x_NI,) = ctx.saved_tensors
         dys = tuple(dy.contiguous() for dy in dys)
-        dx_NI = found = None
+        dx_NI = dy_amax = None
         if products.float8:
             copies = products.copies8(weights)
-            dx_NI, found = copies.input_gradient(list(dys), ctx.needs_input_grad[1])
+            dx_NI, dy_amax = copies.input_gradient(list(dys), ctx.needs_input_grad[1])
         elif ctx.needs_input_grad[1]:
             dx_NI = dys[0] @ products.copy(weights[0])
             for weight, dy_NO in zip(weights[1:], dys[1:], strict=True):
                 dx_NI.addmm_(dy_NO, products.copy(weight))
         for weight, dy_NO in zip(weights, dys, strict=True):
-            products.used(weight, Operand(x_NI, ctx.largest), Operand(dy_NO, found))
+            products.used(weight, Operand(x_NI, ctx.amax), Operand(dy_NO, dy_amax))
         return None, dx_NI, *[None] * len(weights)

@@ -128,7 +128,7 @@ def heartbeat(text: str, limit: float, too_long: Callable[[], None]) -> Iterator
 class Stopper:
     """Turns SIGTERM and SIGINT into a flag that a loop reads between two steps.
 
-    A second signal of the same kind ends the process at once.
+    Any second signal ends the process at once.
     """
 
     def __init__(self) -> None:

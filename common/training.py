@@ -64,7 +64,7 @@ class Trainer:
         self.draft, self.products, self.optimizers = draft, products, optimizers
         self.clip, self.ranks = clip, ranks
         # what a server computes in
-        self.judged = Products(products.dtype) if products.float8 else products
+        self.eval_products = Products(products.dtype) if products.float8 else products
 
     def backward(
         self, teacher: ttt_step.Teacher, row: PackedRow, weights: list[float]
@@ -187,11 +187,11 @@ def measure(
 ) -> dict:
     """Held-out accuracy a depth and the acceptance length they imply, over all ranks."""
     ranks, device = trainer.ranks, trainer.draft.fc.weight.device.type
-    if trainer.judged is not trainer.products:
-        trainer.judged.refresh()
+    if trainer.eval_products is not trainer.products:
+        trainer.eval_products.refresh()
     counts = torch.zeros(reader.depths, 4, dtype=torch.int64)
     for row in rows_ahead(reader, rows[ranks.rank :: ranks.world], device):
-        counts += ttt_step.heldout_counts(trainer.draft, trainer.judged, teacher, row)
+        counts += ttt_step.heldout_counts(trainer.draft, trainer.eval_products, teacher, row)
     counts = ranks.sum(counts.to(device)).cpu()
     found = ttt_step.acceptance(counts)
     return {"heldout_accuracy": found.pop("accuracy"), **found}
@@ -206,7 +206,7 @@ def rehearse(trainer: Trainer, teacher: ttt_step.Teacher, row: PackedRow) -> Non
     trainer.backward(teacher, row, [1.0] * len(row.tokens_KN))
     for parameter in trainer.draft.parameters():
         parameter.grad = None
-    ttt_step.heldout_counts(trainer.draft, trainer.judged, teacher, row)
+    ttt_step.heldout_counts(trainer.draft, trainer.eval_products, teacher, row)
 
 
 def schedule(step: int, steps: int, warmup: float) -> float:

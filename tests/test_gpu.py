@@ -117,10 +117,10 @@ def test_heldout_counts_are_those_of_the_cpu():
 
 @pytest.mark.parametrize("size", [(200, 176), (1024, 4096)])
 def test_float8_cast_in_both_layouts(size):
-    from common.float8 import GRADIENTS, VALUES, cast, largest
+    from common.float8 import GRADIENTS, VALUES, amax_of, cast
 
     x = torch.randn(size, device="cuda", dtype=torch.bfloat16) ** 3
-    found = largest([x, x * 2])
+    found = amax_of([x, x * 2])
     most = 2 * float(x.abs().max())
     assert float(found.view(torch.float32)) == most
     for dtype in (VALUES, GRADIENTS):
@@ -137,20 +137,20 @@ def test_float8_cast_in_both_layouts(size):
 
 
 def test_float8_products_of_matrices_that_share_an_input():
-    from common.float8 import Float8Weights, largest, outers8
+    from common.float8 import Float8Weights, amax_of, weight_gradients8
 
     weights = tuple(torch.randn(n, 1024, device="cuda") for n in (2048, 512))
     x = torch.randn(384, 1024, device="cuda", dtype=torch.bfloat16)
     dys = [torch.randn(384, n, device="cuda", dtype=torch.bfloat16) * 1e-6 for n in (2048, 512)]
     copies = Float8Weights(weights)
-    ys, x_largest = copies.products(x)
-    dx, dy_largest = copies.input_gradient(dys, True)
+    ys, x_amax = copies.products(x)
+    dx, dy_amax = copies.input_gradient(dys, True)
     for y, w in zip(ys, weights, strict=True):
         assert relative(y, x.float() @ w.T) < 0.05
     assert dx is not None
     assert relative(dx, torch.cat(dys, 1).float() @ torch.cat(weights)) < 0.08
-    found = outers8([[(dy, dy_largest)] for dy in dys], [(x, largest([x]))])
-    assert torch.equal(x_largest, largest([x]))
+    found = weight_gradients8([[(dy, dy_amax)] for dy in dys], [(x, amax_of([x]))])
+    assert torch.equal(x_amax, amax_of([x]))
     for gradient, dy in zip(found, dys, strict=True):
         assert relative(gradient, dy.float().T @ x.float()) < 0.08
 
@@ -176,10 +176,10 @@ def test_float8_step_is_near_that_of_bfloat16():
 
 
 def test_a_gradient_that_is_not_finite_stays_so_in_float8():
-    from common.float8 import largest, outers8
+    from common.float8 import amax_of, weight_gradients8
 
     x, dy = (torch.randn(128, 32, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     for bad in ("nan", "inf"):
         dy[3, 4] = float(bad)
-        found = next(outers8([[(dy, largest([dy]))]], [(x, largest([x]))]))
+        found = next(weight_gradients8([[(dy, amax_of([dy]))]], [(x, amax_of([x]))]))
         assert not torch.isfinite(found).any()

@@ -56,12 +56,12 @@ def check_diagonals(h: int, g: int, d: int) -> None:
 
 def check_casts() -> None:
     """To float16, for the interpreter does not round to float8 as a GPU does."""
-    from common.float8 import cast, largest
+    from common.float8 import amax_of, cast
 
     torch.manual_seed(0)
     x = torch.randn(200, 150) ** 3
     most = float(x.abs().max())
-    found = largest([x[:50], x[50:]])
+    found = amax_of([x[:50], x[50:]])
     assert float(found.view(torch.float32)) == most
     half, limit = torch.float16, torch.finfo(torch.float16).max
     rows, columns = torch.empty(200, 150, dtype=half), torch.empty(150, 200, dtype=half)
@@ -73,7 +73,7 @@ def check_casts() -> None:
     assert torch.equal(columns.T, rows)
     for bad in ("nan", "inf"):
         x[3, 4] = float(bad)
-        cast(x, largest([x]), rows, inverse)
+        cast(x, amax_of([x]), rows, inverse)
         assert not torch.isfinite(inverse).any()
     print("same")
 
