@@ -156,10 +156,7 @@ class Job:
     report: Callable[..., dict[str, Any]]
     model: Any  # common.verifier.Verifier
     shape: Any  # common.draft_shape.DraftShape
-    layers: list[int]
-    maps: tuple[Any, Any]  # d2t, t2d
-    hidden: Any  # common.hidden_folder.HiddenFolder
-    samples: dict[int, Any]  # index → common.samples.Sample
+    data: Any  # common.train_inputs.Data
     train: dict[int, int]  # index → tokens
     held: dict[int, int]
     steps: list[Any]  # common.packing.Step
@@ -215,41 +212,17 @@ def main() -> None:
 def check(args, device, dtype, ranks) -> Job | None:
     """Check everything that can be known before the training, plan it and hold the output
     folder; None when there is nothing to do."""
-    from common import (
-        draft_shape,
-        hidden_folder,
-        packing,
-        published,
-        samples,
-        train_inputs,
-        verifier,
-        vocab,
-    )
+    from common import draft_shape, packing, published, train_inputs, verifier
 
     out = Path(args.output_dir)
     model = verifier.load_verifier(args.model_path)
-    prepared = samples.prepared_folder(args.prepared_data)
-    vocab_map = Path(args.vocab_map)
-    init = [args.init_from] if args.init_from else []
-    artifacts.check_apart(out, args.model_path, prepared, vocab_map, args.hidden_states, *init)
-    d2t, t2d = vocab.load_map(vocab_map, model.vocab_size)
-    vocab_report = artifacts.read_report(vocab_map, "vocab")
-    hidden = hidden_folder.open_hidden(Path(args.hidden_states))
-    inputs = {
-        "prepared": samples.prepared_identity(prepared),
-        "vocab": vocab_report["content_sha256"],
-        "extract": hidden.content_sha256,
-        "verifier": verifier.fingerprint(model),
-    }
-    train_inputs.check_prepared(inputs["prepared"], prepared, vocab_map, vocab_report, hidden)
-    train_inputs.check_verifier(inputs["verifier"], args.model_path, hidden)
-    layers = train_inputs.check_layers(args.layers, model, hidden)
-    data = train_inputs.read_data(args, prepared, hidden, model)
+    data = train_inputs.open_data(args, model)
+    inputs = dict(data.identities)
     shape = draft_shape.draft_shape(
         args.draft_shape,
         model,
-        len(layers) - 1,
-        len(d2t),
+        len(data.layers) - 1,
+        len(data.maps[0]),
         norm_before_residual=args.norm_before_residual,
         norm_before_fc=args.norm_before_fc,
         fc_norm=args.fc_norm,
@@ -262,7 +235,7 @@ def check(args, device, dtype, ranks) -> Job | None:
         inputs["init_from"] = artifacts.sha256_file(Path(args.init_from) / "model.safetensors")
     held_rows = None if args.overwrite else artifacts.held(out, "settings", "rows_per_step")
     rows_a_step = args.rows_per_step or held_rows or ranks.world
-    settings = train_inputs.run_settings(args, shape, layers, device, dtype, len(data), rows_a_step)
+    settings = train_inputs.run_settings(args, shape, data, device, dtype, rows_a_step)
     # the others see what the first has left
     overwrite = args.overwrite and (ranks.first or args.dry_run)
     state = artifacts.earlier_run(out, STAGE, settings, inputs, overwrite)
@@ -275,11 +248,11 @@ def check(args, device, dtype, ranks) -> Job | None:
             raise cli.UserError(f"the package {package} is not installed; see requirements.txt")
 
     # ---------------------------------------------------------------- plan
-    train, held = packing.split_samples(data, args.heldout_fraction, args.loss_rule)
+    train, held = packing.split_samples(data.samples, args.heldout_fraction, args.loss_rule)
     if not train:
         raise cli.UserError(
-            f"{prepared}: nothing to train on ({len(held)} of {len(data)} samples held out, the"
-            " others without a loss position); lower --heldout-fraction or prepare more"
+            f"{data.prepared}: nothing to train on ({len(held)} of {len(data.samples)} samples held"
+            " out, the others without a loss position); lower --heldout-fraction or prepare more"
         )
     steps = packing.plan_steps(train, args.max_batch_tokens, args.epochs, args.seed, rows_a_step)
     say(
@@ -309,8 +282,7 @@ def check(args, device, dtype, ranks) -> Job | None:
         if args.overwrite:
             artifacts.empty_output(out)
         artifacts.write_json(out / artifacts.REPORT, report({}, None, 0))
-    maps = (d2t, t2d)
-    return Job(report, model, shape, layers, maps, hidden, data, train, held, steps)
+    return Job(report, model, shape, data, train, held, steps)
 
 
 def say(ranks, text: str) -> None:
@@ -331,13 +303,13 @@ def train_draft(args, job: Job, device, dtype, ranks) -> tuple[dict | None, int,
     from common.products import Products
     from common.training_log import HeldOut, StepLog
 
-    out, steps = Path(args.output_dir), job.steps
+    out, steps, data = Path(args.output_dir), job.steps, job.data
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
     # ---------------------------------------------------------------- load
     began = time.monotonic()
-    teacher, draft = training.build(job.model, job.shape, job.maps[0], device, dtype, args.seed)
+    teacher, draft = training.build(job.model, job.shape, data.maps[0], device, dtype, args.seed)
     draft.lm_head.weight.requires_grad_(args.train_lm_head)
     newest = checkpoint.latest_state(out / "state")
     if args.init_from and newest is None:
@@ -353,7 +325,9 @@ def train_draft(args, job: Job, device, dtype, ranks) -> tuple[dict | None, int,
     rows_of_all = [row for step in steps for row in step.rows] + held_rows
     longest = max(sum(lengths[i] for i in row) for row in rows_of_all)
     reader, held_reader = (
-        loading.RowReader(job.hidden, job.samples, args.ttt_steps, rule, longest, device == "cuda")
+        loading.RowReader(
+            data.hidden, data.samples, args.ttt_steps, rule, longest, device == "cuda"
+        )
         for rule in (args.loss_rule, "answer")
     )
     held = HeldOut(trainer, teacher, held_reader, held_rows, args.patience)
@@ -393,7 +367,7 @@ def train_draft(args, job: Job, device, dtype, ranks) -> tuple[dict | None, int,
     log.restart()
     while number < len(steps) and not ended:
         step, number = steps[number], number + 1
-        samples = [job.samples[i] for row in step.rows for i in row]
+        samples = [data.samples[i] for row in step.rows for i in row]
         work = packing.count_work(samples, args.ttt_steps, args.loss_rule)
         weights = [args.ttt_decay**k / max(1, n) for k, n in enumerate(work.losses)]
         lr = args.lr * training.schedule(number - 1, len(steps), args.warmup)
@@ -419,8 +393,8 @@ def train_draft(args, job: Job, device, dtype, ranks) -> tuple[dict | None, int,
     # ---------------------------------------------------------------- export
     if ranks.first:
         final = held.weights or {n: p.detach() for n, p in draft.named_parameters()}
-        d2t, t2d = map(torch.from_numpy, job.maps)
-        depths, aux = args.ttt_steps, job.layers[:-1]
+        d2t, t2d = map(torch.from_numpy, data.maps)
+        depths, aux = args.ttt_steps, data.layers[:-1]
         export.export_draft(out, job.shape, final, job.model, aux, depths, d2t, t2d, dtype)
     return held.best, number, log.spent
 

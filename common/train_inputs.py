@@ -1,11 +1,51 @@
 """What 04 checks before it trains: its inputs belong together, and what it computes in."""
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from common import artifacts, cli
+import numpy as np
+
+from common import artifacts, cli, vocab
 from common.hidden_files import check_hidden_file
-from common.samples import FILE, Sample, read_samples
+from common.hidden_folder import HiddenFolder, open_hidden
+from common.samples import FILE, Sample, prepared_folder, prepared_identity, read_samples
+from common.verifier import Verifier, fingerprint
+
+
+@dataclass(frozen=True)
+class Data:
+    """What earlier stages have made: maps are d2t and t2d; samples by index; layers those
+    captured; identities the inputs of 04's report."""
+
+    prepared: Path
+    maps: tuple[np.ndarray, np.ndarray]
+    hidden: HiddenFolder
+    layers: list[int]
+    samples: dict[int, Sample]
+    identities: dict[str, Any]
+
+
+def open_data(args, model: Verifier) -> Data:
+    """UserError where folders are not whole, do not belong together, or hold the output."""
+    prepared, vocab_map = prepared_folder(args.prepared_data), Path(args.vocab_map)
+    init = [args.init_from] if args.init_from else []
+    read = args.model_path, prepared, vocab_map, args.hidden_states, *init
+    artifacts.check_apart(Path(args.output_dir), *read)
+    maps = vocab.load_map(vocab_map, model.vocab_size)
+    vocab_report = artifacts.read_report(vocab_map, "vocab")
+    hidden = open_hidden(Path(args.hidden_states))
+    identities = {
+        "prepared": prepared_identity(prepared),
+        "vocab": vocab_report["content_sha256"],
+        "extract": hidden.content_sha256,
+        "verifier": fingerprint(model),
+    }
+    check_prepared(identities["prepared"], prepared, vocab_map, vocab_report, hidden)
+    check_verifier(identities["verifier"], args.model_path, hidden)
+    layers = check_layers(args.layers, model, hidden)
+    samples = read_samples_of(args, prepared, hidden, model)
+    return Data(prepared, maps, hidden, layers, samples, identities)
 
 
 def check_prepared(identity: str, prepared: Path, vocab_map: Path, vocab_report, hidden) -> None:
@@ -44,7 +84,7 @@ def check_verifier(identity: str, model_path: str, hidden) -> None:
     )
 
 
-def read_data(args, prepared: Path, hidden, model) -> dict[int, Sample]:
+def read_samples_of(args, prepared: Path, hidden, model) -> dict[int, Sample]:
     """The samples that have hidden states, by index; UserError where a file is not theirs."""
     count = max(hidden.lengths) + 1
     count = min(count, args.max_samples or count)
@@ -104,7 +144,7 @@ def choose_compute(device: str, dtype: str, float8: bool):
     return device, getattr(torch, dtype)
 
 
-def run_settings(args, shape, layers, device, dtype, count, rows_a_step) -> dict:
+def run_settings(args, shape, data: Data, device, dtype, rows_a_step) -> dict:
     """What decides the weights: a resume or a reuse must have the same."""
     names = [
         "epochs",
@@ -126,9 +166,9 @@ def run_settings(args, shape, layers, device, dtype, count, rows_a_step) -> dict
     return {
         **{n: getattr(args, n) for n in names},
         "draft": asdict(shape),
-        "layers": layers,
+        "layers": data.layers,
         "rows_per_step": rows_a_step,
-        "samples": count,
+        "samples": len(data.samples),
         "device": device,
         "compute_dtype": str(dtype).removeprefix("torch."),
     }
