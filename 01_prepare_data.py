@@ -7,6 +7,7 @@ checked. Writes OUTPUT_DIR/tokenized_data.jsonl: {"id", "input_ids", "loss_mask"
 """
 
 import os
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -14,10 +15,6 @@ from pathlib import Path
 from common import artifacts, cli, progress
 
 STAGE = "prepare"
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "tiktoken.model",
-    "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json", "special_tokens_map.json",
-)  # fmt: skip
 
 
 def parse_args():
@@ -25,6 +22,7 @@ def parse_args():
     p.add_common("--model-path")
     p.add_argument(
         "--dataset",
+        type=cli.path_text,
         nargs="+",
         metavar="DATA",
         help="files, folders or hub names, each with options: NAME,config=..,split=train,"
@@ -52,7 +50,7 @@ def parse_args():
     p.add_argument("--workers", type=cli.counted(256), help="processes (default: cores)")
     p.add_argument(
         "--show",
-        type=cli.positive_int,
+        type=cli.counted(10**9),
         metavar="N",
         help="print the first N samples decoded, loss tokens marked, and write nothing",
     )
@@ -73,6 +71,7 @@ def main() -> None:
     model = verifier.load_verifier(args.model_path)
     sources = rows.parse_sources(args.dataset, args.max_samples)
     artifacts.check_apart(out, args.model_path, *(f for s in sources for f in s.files))
+    rows.check_outside(out, sources)
     # 03 lets the verifier add one token to a sample, within its positions
     longest = min(args.max_seq_len, (model.max_positions or 2**31) - 1)
     settings = {
@@ -85,7 +84,10 @@ def main() -> None:
         "skip_bad_rows": args.skip_bad_rows,
         "end_ids": list(model.end_ids),
     }
-    inputs = {"dataset": rows.digest(sources), "tokenizer": tokenizer_identity(args.model_path)}
+    inputs = {
+        "dataset": rows.digest(sources),
+        "tokenizer": verifier.tokenizer_fingerprint(args.model_path),
+    }
     state = "none"
     if not args.show:
         state = artifacts.earlier_run(out, STAGE, settings, inputs, args.overwrite)
@@ -108,7 +110,10 @@ def main() -> None:
         skip_bad_rows=args.skip_bad_rows,
     )
     if args.show:
-        encoding.show(rules, rows.read_rows(sources), args.show)
+        try:
+            encoding.show(rules, rows.read_rows(sources), args.show)
+        except BrokenPipeError:  # `| head` has seen enough
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (until the process ends)
         return
     counts: Counter[str] = Counter()
     if args.dry_run:
@@ -181,20 +186,6 @@ def fates(counts: Counter[str]) -> str:
     """What befell rows and samples on the way, for a log line."""
     found = "".join(f", {key} {n}" for key, n in sorted(counts.items()) if ":" in key)
     return found.replace(", ", "; ", 1)
-
-
-def tokenizer_identity(model_path: str) -> str:
-    """Hash of the files that decide ids and template, so that another tokenizer is noticed."""
-    from common.verifier import optional_file
-
-    names = list(TOKENIZER_FILES)
-    config = optional_file(model_path, "tokenizer_config.json")
-    if config is not None:  # code that ships with the model: "module.Class", or None
-        for value in artifacts.read_json(config).get("auto_map", {}).values():
-            for name in value if isinstance(value, list) else [value]:
-                names += [f"{name.split('.')[0]}.py"] if isinstance(name, str) else []
-    found = {n: optional_file(model_path, n) for n in names}
-    return artifacts.sha256_json({n: artifacts.sha256_file(p) for n, p in found.items() if p})
 
 
 if __name__ == "__main__":

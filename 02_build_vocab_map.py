@@ -5,6 +5,7 @@ Reads one or several tokenized_data.jsonl and writes OUTPUT_DIR/d2t.npy (int64 o
 always in.
 """
 
+import io
 import time
 from pathlib import Path
 
@@ -63,6 +64,8 @@ def main() -> None:
         "special_ids": artifacts.sha256_json(sorted(special)),
     }
     prepared = [samples.prepared_identity(folder) for folder in folders]
+    for folder in folders:
+        samples.check_tokenizer(folder, model)
     inputs = {"prepared": prepared if len(prepared) > 1 else prepared[0]}
     state = artifacts.earlier_run(out, STAGE, settings, inputs, args.overwrite)
     if state == "complete":
@@ -104,9 +107,15 @@ def main() -> None:
     artifacts.hold_output(out, STAGE, settings, inputs, args.overwrite, state)
     if args.overwrite:
         artifacts.empty_output(out)
-    for name, array in (("d2t", d2t), ("t2d", t2d)):
-        with artifacts.atomic_file(out / f"{name}.npy") as f:
-            np.save(f, array, allow_pickle=False)
+    with (
+        artifacts.atomic_file(out / "d2t.npy") as d2t_file,
+        artifacts.atomic_file(out / "t2d.npy") as t2d_file,
+    ):
+        for file, array in ((d2t_file, d2t), (t2d_file, t2d)):
+            data = io.BytesIO()  # of a full disk numpy says how many items it wrote
+            np.save(data, array, allow_pickle=False)
+            file.write(data.getvalue())
+            file.flush()
     vocab.draw_coverage(out / "coverage.png", counts, size)
     report_counts = {
         "loss_tokens": total,
@@ -132,15 +141,19 @@ def special_ids(model_path: str, model) -> set[int]:
     from common.verifier import optional_file
 
     found = set(model.end_ids)
-    path = optional_file(model_path, "tokenizer.json")
-    if path is not None:
-        found |= {t["id"] for t in artifacts.read_json(path).get("added_tokens", [])}
-    path = optional_file(model_path, "added_tokens.json")
-    if path is not None:
-        found |= {int(i) for i in artifacts.read_json(path).values()}
-    path = optional_file(model_path, "tokenizer_config.json")
-    if path is not None:
-        found |= {int(i) for i in artifacts.read_json(path).get("added_tokens_decoder", {})}
+    for name, ids_of in (
+        ("tokenizer.json", lambda x: [t["id"] for t in x.get("added_tokens") or []]),
+        ("added_tokens.json", lambda x: x.values()),
+        ("tokenizer_config.json", lambda x: (x.get("added_tokens_decoder") or {}).keys()),
+    ):
+        path = optional_file(model_path, name)
+        try:
+            found |= {int(i) for i in ids_of(artifacts.read_json(path))} if path else set()
+        except (TypeError, KeyError, ValueError, AttributeError) as e:
+            raise cli.UserError(
+                f"{path}: its added tokens are not as tokenizers write them ({cli.one_line(e)});"
+                " download the file again"
+            ) from None
     return found
 
 

@@ -113,6 +113,7 @@ def main() -> None:
     weights = preflight.check_weights(model)
     settings = run_settings(args, layers, model, dtype, storage)
     inputs = {"prepared": samples.prepared_identity(folder)}
+    samples.check_tokenizer(folder, model)
     if args.dry_run and not weights.here:
         for name in ("verifier", "verifier_weights"):
             inputs[name] = artifacts.held(out, "inputs", name) or ""

@@ -26,12 +26,14 @@ from common.cli import UserError, os_error_text
 FORMAT_VERSION = 1
 REPORT = "data_config.json"
 LOCK = ".lock"
-# Names that stages write; a folder that holds these alone is ours even without a report.
+# Names that stages write, whole or under way: what --overwrite may delete.
 OURS = (
-    ".*", "plan.json", "sample_lengths.json", "journal.jsonl", "rows_*-*", "shard-*-of-*",
-    "tokenized_data.jsonl", "d2t.npy", "t2d.npy", "responses.jsonl", "metrics.jsonl",
-    "curves.png", "state", "tensorboard",
+    REPORT, LOCK, ".*.partial", "plan.json", "sample_lengths.json", "journal.jsonl", "rows_*-*",
+    "shard-*-of-*", "tokenized_data.jsonl", "d2t.npy", "t2d.npy", "coverage.png",
+    "responses.jsonl", "metrics.jsonl", "curves.png", "state", "tensorboard", "result.json",
+    "table.txt", "with_draft.json",
 )  # fmt: skip
+DRAFT = ("config.json", "model.safetensors")  # ours beside a report; else they may be anybody's
 _locks: list[IO] = []  # open until the process ends
 
 
@@ -53,9 +55,11 @@ def atomic_file(path: Path, mode: str = "wb") -> Iterator[IO]:
             f.flush()
             os.fsync(f.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as e:
         with contextlib.suppress(FileNotFoundError):
             temporary.unlink()
+        if isinstance(e, OSError) and e.filename is None:  # of a write: a full disk, say
+            e.filename = str(path)
         raise
 
 
@@ -132,15 +136,16 @@ def hold_output(
 
 
 def check_ours(folder: Path) -> None:
-    """UserError when --overwrite would delete a folder that no stage of ours has written."""
-    if not folder.is_dir() or (folder / REPORT).exists():
+    """UserError when --overwrite would delete something that no stage of ours has written."""
+    if not folder.is_dir():
         return
-    names = [p.name for p in folder.iterdir()]
-    if not all(any(fnmatch(name, ours) for ours in OURS) for name in names):
-        raise UserError(
-            f"{folder}: --overwrite would delete a folder that holds no {REPORT} of ours;"
-            " choose another --output-dir"
-        )
+    ours = OURS + (DRAFT if (folder / REPORT).exists() else ())
+    for path in folder.iterdir():
+        if not any(fnmatch(path.name, pattern) for pattern in ours):
+            raise UserError(
+                f"{folder}: --overwrite would delete {path.name}, which is not of ours; choose"
+                " another --output-dir, or move it"
+            )
 
 
 def empty_output(folder: Path, *keep: str) -> None:

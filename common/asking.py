@@ -6,6 +6,7 @@ one before to the token are joined to one line.
 """
 
 import json
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -63,9 +64,9 @@ class Conversation:
     @property
     def key(self) -> str:
         """Name of the turn that is asked now."""
-        return self.keys()[self.turn]
+        return self.turn_names()[self.turn]
 
-    def keys(self) -> list[str]:
+    def turn_names(self) -> list[str]:
         """Names of all its turns."""
         if self.turns == 1:
             return [self.id]
@@ -97,6 +98,10 @@ def conversations(prompts: list[Prompt], answers_per_prompt: int) -> list[Conver
                     turns=1 + len(prompt.later),
                 )
             )
+    names = Counter(name for one in found for name in one.turn_names())
+    twice = next((name for name, count in names.items() if count > 1), None)
+    if twice:
+        raise UserError(f"the id {twice!r} would name two answers; give one of the prompts another")
     return found
 
 

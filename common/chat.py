@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from common.cli import UserError
-from common.conversations import RowError
+from common.conversations import UNTRAINED, RowError
 
 # Stand for texts in renderings, to find where a template puts them.
 ANSWER, NEXT = "\ue000answer\ue001", "\ue000next\ue001"
@@ -117,13 +117,14 @@ class Template:
             prompt_text, text, notes = self.split(messages, n, tools)
         else:
             prompt_text, text = marked
-            if reasoning_of(message) not in text:
+            if reasoning_of(message) not in text or not self.shows_field(
+                messages[:n], message, tools
+            ):
                 raise lost_reasoning(n)
         prompt = self.ids(prompt_text)
         answer = self.continuation(prompt_text, prompt, text)
-        for call in calls:
-            if call["function"]["name"] not in text:
-                raise RowError("tool calls dropped by the template", f"turn {n}")
+        if calls and not self.shows_calls(messages[: n + 1], tools):
+            raise RowError("tool calls dropped by the template", f"turn {n}")
         # Whatever follows the end-of-turn token belongs to the template, not to the answer.
         end = next((k for k, token in enumerate(answer) if token in self.end_ids), None)
         if end is not None:
@@ -137,14 +138,44 @@ class Template:
         """(prompt, rest), as text, where the template marks answers by {% generation %}; None
         where it has not marked this one."""
         finished, spans = self.marks(messages[: n + 1], tools)
-        if not spans:
+        prompt = self.text(messages[:n], True, tools)
+        if not finished.startswith(prompt):
             return None
-        if len(spans) != sum(m["role"] == "assistant" for m in messages[: n + 1]):
-            # a template may mark some turns only: is the last mark this turn's?
-            other, others = self.marks([*messages[:n], messages[n] | {"content": ANSWER}], tools)
-            if not others or ANSWER not in other[others[-1][0] : others[-1][1]]:
-                return None
-        return finished[: spans[-1][0]], finished[spans[-1][0] :]
+        # some turns may be marked only, or parts of a turn one by one
+        start = next((start for start, end in spans if end > len(prompt)), None)
+        if start is None:
+            return None
+        start = max(start, len(prompt))
+        return finished[:start], finished[start:]
+
+    def shows_calls(self, messages: list[dict], tools: list | None) -> bool:
+        """Whether the finished rendering tells each call of the last turn, its arguments too."""
+        *before, message = messages
+        calls = message["tool_calls"]
+
+        def rendering(shown: list[dict]) -> str:
+            return self.text([*before, message | {"tool_calls": shown}], False, tools)
+
+        whole = rendering(calls)
+        for n, call in enumerate(calls):
+            if rendering(calls[:n] + calls[n + 1 :]) == whole:
+                return False
+            bare = {**call, "function": call["function"] | {"arguments": {}}}
+            if (
+                call["function"]["arguments"]
+                and rendering([*calls[:n], bare, *calls[n + 1 :]]) == whole
+            ):
+                return False
+        return True
+
+    def shows_field(self, before: list[dict], message: dict, tools: list | None) -> bool:
+        """Whether a turn's reasoning_content, if it has one, changes its finished rendering: text
+        like it may stand there by chance."""
+        if not message.get("reasoning_content"):
+            return True
+        without = {k: v for k, v in message.items() if k != "reasoning_content"}
+        with_it, without_it = (self.text([*before, m], False, tools) for m in (message, without))
+        return with_it != without_it
 
     def marks(self, messages: list[dict], tools: list | None) -> tuple[str, list[tuple[int, int]]]:
         """The finished rendering, and what of it stands within {% generation %}."""
@@ -169,13 +200,14 @@ class Template:
         prompt = self.text(before, True, tools)
         finished = self.text([*before, message], False, tools)
         reasoning = reasoning_of(message)
-        if finished.startswith(prompt) and reasoning in finished[len(prompt) :]:
-            return prompt, finished[len(prompt) :], []
+        rest, shown = finished[len(prompt) :], self.shows_field(before, message, tools)
+        if finished.startswith(prompt) and shown and reasoning in rest:
+            return prompt, rest, []
         # The rendering of earlier turns is another one, or lacks the end of the prompt (an opened
         # `<think>`), or the reasoning: look at what stands between last question and answer.
         at, asked, told = self.leads(before, finished, tools)
         rest = finished[at:]
-        if reasoning in rest or reasoning in told:
+        if shown and (reasoning in rest or reasoning in told):
             if told.startswith(asked):
                 return prompt, told[len(asked) :] + rest, []
             note = "note: turns whose rendering lacks the end of the generation prompt"
@@ -273,7 +305,8 @@ class Template:
                 samples.pop()
             else:
                 mask = [0] * len(prompt)
-            samples.append(Encoded(prompt + answer, mask + [1] * len(answer), notes))
+            trained = 0 if messages[n].get(UNTRAINED) else 1
+            samples.append(Encoded(prompt + answer, mask + [trained] * len(answer), notes))
         return samples
 
 

@@ -33,6 +33,7 @@ FORMS = ("messages", "conversations", "alpaca", "pair")
 ANSWERS = {"alpaca": ("output", "response"), "pair": ("response", "completion", "answer")}
 REASONING = ("reasoning_content", "reasoning", "thinking")
 KEPT = ("name", "tool_call_id")
+UNTRAINED = "untrained"  # of an answer that carries no loss
 
 
 class RowError(ValueError):
@@ -86,8 +87,12 @@ def messages_of(row: dict[str, Any], form: str | None = None) -> list[dict[str, 
     if not turns:
         raise bad_row("empty conversation")
     messages = [message_of(n, turn) for n, turn in enumerate(turns)]
-    system = row.get("system")
-    if isinstance(system, str) and system and messages[0]["role"] != "system":
+    system = row.get("system") or ""
+    if not isinstance(system, str):
+        raise bad_row("malformed turn", "system is no text")
+    if system and messages[0]["role"] == "system" and messages[0]["content"] != system:
+        raise bad_row("two system prompts", "one in its turns, another beside them")
+    if system and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
     try:
         json.dumps(messages, ensure_ascii=False).encode()
@@ -130,7 +135,8 @@ def message_of(n: int, turn: Any) -> dict[str, Any]:
     if content is None and calls:
         content = ""
     if isinstance(content, list) and all(
-        isinstance(p, dict) and isinstance(p.get("text"), str) for p in content
+        isinstance(p, dict) and p.get("type", "text") == "text" and isinstance(p.get("text"), str)
+        for p in content
     ):
         content = "".join(p["text"] for p in content)
     if not isinstance(content, str):
@@ -140,7 +146,11 @@ def message_of(n: int, turn: Any) -> dict[str, Any]:
     if reasoning:
         message["reasoning_content"] = reasoning
     if calls:
+        if not isinstance(calls, list):
+            raise bad_row("malformed tool call", f"turn {n}: tool_calls is not a list")
         message["tool_calls"] = [tool_call(n, call) for call in calls]
+    if turn.get("weight") == 0:  # OpenAI's fine-tuning format: context, not to be learnt
+        message[UNTRAINED] = True
     return message | {k: turn[k] for k in KEPT if turn.get(k)}
 
 
@@ -159,5 +169,5 @@ def tool_call(n: int, call: Any) -> dict[str, Any]:
 def decoded(text: Any, what: str) -> Any:
     try:
         return json.loads(text)
-    except (TypeError, ValueError):
-        raise bad_row("malformed tool call", f"{what}: not JSON") from None
+    except (TypeError, ValueError, RecursionError):
+        raise bad_row("malformed tools or call", f"{what}: not JSON") from None

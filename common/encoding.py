@@ -8,6 +8,8 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
+import time
 from array import array
 from collections import Counter, deque
 from collections.abc import Iterator
@@ -26,6 +28,8 @@ from common.samples import SEPARATOR, check_sample
 CHUNK = 64
 # Fewer rows than this are encoded sooner than other processes are ready.
 FEW = 1024
+# finish_reasons of servers that did not let the verifier end its answer
+NO_ANSWER = ("content_filter", "error", "abort")
 
 
 @dataclass(frozen=True)
@@ -91,8 +95,12 @@ class RowEncoder:
 
     def _encode(self, row: Row, counts: Counter[str]) -> list[dict[str, Any]]:
         value, rules = row.value, self.rules
-        if value.get("finish_reason") == "length" and not rules.keep_unfinished:
+        reason = value.get("finish_reason")
+        if reason == "length" and not rules.keep_unfinished:
             counts["dropped: answer cut by the length limit"] += 1
+            return []
+        if reason in NO_ANSWER:
+            counts[f"dropped: finish_reason {reason}"] += 1
             return []
         if "input_ids" in value or "loss_mask" in value:
             try:
@@ -158,10 +166,18 @@ def conversation_name(content: Any) -> str:
 _encoder: RowEncoder
 
 
-def start_worker(rules: Rules) -> None:
+def start_worker(rules: Rules, main: int) -> None:
     global _encoder
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process ends the workers
+    threading.Thread(target=end_with, args=(main,), daemon=True).start()
     _encoder = RowEncoder(rules)
+
+
+def end_with(main: int) -> None:
+    """End this process when the main one, which is not its parent, is gone (by SIGKILL, say)."""
+    while os.path.exists(f"/proc/{main}"):
+        time.sleep(1)
+    os._exit(1)
 
 
 def encode_chunk(rows: list[Row]) -> list[EncodedRow]:
@@ -179,7 +195,7 @@ def encode_rows(rules: Rules, rows: Iterator[Row], workers: int) -> Iterator[Enc
     chunks = iter(lambda: list(itertools.islice(rows, CHUNK)), [])
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     context = multiprocessing.get_context("forkserver")
-    pool = ProcessPoolExecutor(workers, context, start_worker, (rules,))
+    pool = ProcessPoolExecutor(workers, context, start_worker, (rules, os.getpid()))
     try:
         under_way: deque[Future[list[EncodedRow]]] = deque()
         for chunk in chunks:
@@ -205,6 +221,7 @@ def show(rules: Rules, rows: Iterator[Row], count: int) -> None:
     encoder = RowEncoder(rules)
     before, after = ("\x1b[32m", "\x1b[0m") if sys.stdout.isatty() else ("«", "»")
     shown = (line for row in rows for line in encoder.encode(row).lines)
+    empty = True
     for line in itertools.islice(shown, count):
         sample = json.loads(line.text)
         text = f"--- {sample['id']}: {len(sample['input_ids'])} tokens\n"
@@ -212,4 +229,7 @@ def show(rules: Rules, rows: Iterator[Row], count: int) -> None:
         for loss, run in itertools.groupby(pairs, key=lambda x: x[1]):
             part = encoder.template.tokenizer.decode([token for token, _ in run])
             text += f"{before}{part}{after}" if loss else part
-        print(text)
+        print(text, flush=True)
+        empty = False
+    if empty:
+        print("not one sample in these rows; without --show the last line says why")

@@ -12,6 +12,9 @@ from common.asking import Answer, Conversation, Refusal, split_reasoning
 from common.cli import UserError, one_line
 from common.conversations import REASONING
 
+# What reading an answer that is no completion ends in.
+ODD = (LookupError, TypeError, ValueError, AttributeError)
+
 
 class Endpoint:
     """A server and the questions under way at it.
@@ -35,6 +38,8 @@ class Endpoint:
     ):
         import openai
 
+        if not url.startswith(("http://", "https://")):
+            raise UserError(f"--endpoint {url}: expected http://HOST:PORT/v1")
         self.url, self.body, self.concurrency = url, body, concurrency
         self.template_args = template_args
         self.client = openai.OpenAI(
@@ -54,8 +59,8 @@ class Endpoint:
 
         try:
             names = [m.id for m in self.client.models.list()]
-        except openai.OpenAIError as e:
-            raise UserError(f"--endpoint {self.url}: {reason_of(e)}; is the server up?") from None
+        except (openai.OpenAIError, *ODD) as e:
+            raise UserError(f"--endpoint {self.url}: {reason_of(e)}; {remedy(e)}") from None
         if len(names) != 1:
             raise UserError(
                 f"--endpoint {self.url}: serves {', '.join(names[:5]) or 'nothing'}; choose one by"
@@ -83,10 +88,10 @@ class Endpoint:
                 found.append(future.result())
             except openai.BadRequestError as e:
                 found.append(Refusal(asked.key, "refused by the server", reason_of(e)))
-            except (openai.OpenAIError, LookupError, TypeError, ValueError, AttributeError) as e:
+            except (openai.OpenAIError, *ODD) as e:
                 self._fault = UserError(
-                    f"--endpoint {self.url}: {reason_of(e)} (asking {asked.key}); what was answered"
-                    " is kept: run the same command again when the server answers"
+                    f"--endpoint {self.url}: {reason_of(e)} (asking {asked.key}); {remedy(e)}, and"
+                    " run the same command again: what was answered is kept"
                 )
         if self._fault and not found:
             raise self._fault
@@ -119,6 +124,11 @@ class Endpoint:
             prompt_ids = getattr(chat, "prompt_token_ids", None)
             calls = [call.model_dump(exclude_none=True) for call in said.tool_calls or []]
         ids = getattr(choice, "token_ids", None)
+        for found in (ids, prompt_ids):
+            if found is not None and not all(type(i) is int and i >= 0 for i in found):
+                raise ValueError(f"token ids {str(found)[:60]}")
+        if not isinstance(text, str) or not isinstance(reasoning, str):
+            raise ValueError("an answer that is no text")
         reason = choice.finish_reason or "stop"
         final = "answer that calls tools" if calls else ""
         return Answer(asked.key, prompt_ids, ids, text, reasoning, reason, calls, final)
@@ -127,6 +137,18 @@ class Endpoint:
         """Give up what is under way."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         self.client.close()
+
+
+def remedy(e: Exception) -> str:
+    import openai
+
+    if isinstance(e, (openai.AuthenticationError, openai.PermissionDeniedError)):
+        return "set OPENAI_API_KEY"
+    if isinstance(e, openai.NotFoundError):
+        return "is the URL right (up to and with /v1), and --served-model?"
+    if isinstance(e, openai.RateLimitError):
+        return "lower --concurrency"
+    return "is the server up, and OpenAI-compatible?"
 
 
 def reason_of(e: Exception) -> str:

@@ -2,6 +2,7 @@
 
 import gzip
 import io
+import os
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 from common.artifacts import decode_json, sha256_file, sha256_json
 from common.cli import UserError, nearest, one_line, weight_of
 from common.conversations import FORMS
+from common.progress import log
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 PACKED = (".gz", ".zst")
@@ -119,15 +121,40 @@ def is_local(name: str | Path) -> bool:
 def local_files(path: Path) -> list[Path]:
     """The data files that a name means: itself, or those in the folder, by name."""
     if path.is_dir():
-        found = sorted(p for p in path.rglob("*") if p.is_file() and suffix_of(p) in SUFFIXES)
+        found = sorted(p for p in below(path) if suffix_of(p) in SUFFIXES)
         if not found:
             raise UserError(f"{path}: no {', '.join(SUFFIXES)} in this folder")
+        broken = next((p for p in found if not p.is_file()), None)
+        if broken is not None:
+            raise UserError(f"{broken}: a link to nothing; mend it or delete it")
         return found
     if not path.is_file():
         raise UserError(f"{path}: no such file")
     if suffix_of(path) not in SUFFIXES:
         raise UserError(f"{path}: expected one of {', '.join(SUFFIXES)}, also .gz or .zst")
     return [path]
+
+
+def below(folder: Path) -> list[Path]:
+    """All files in a folder and those in it, hidden ones left out; UserError where one cannot be
+    opened."""
+    found = []
+
+    def refuse(e: OSError) -> None:
+        raise UserError(f"{e.filename}: {e.strerror}; nothing of it could be read") from None
+
+    for place, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        found += [Path(place, name) for name in names if not name.startswith(".")]
+    return found
+
+
+def check_outside(output: Path, sources: list[Source]) -> None:
+    """UserError where the output would become part of a data folder."""
+    folders = [Path(s.name) for s in sources if s.files and Path(s.name).is_dir()]
+    inside = next((f for f in folders if f.resolve() in output.resolve().parents), None)
+    if inside is not None:
+        raise UserError(f"--output-dir {output}: lies in the data folder {inside}; choose another")
 
 
 def suffix_of(path: Path) -> str:
@@ -166,7 +193,12 @@ def mix(sources: list[Source]) -> Iterator[Row]:
         due = min(given, key=lambda n: given[n] / (sources[n].weight or 1))
         row = next(streams[due], None)
         if row is None:
-            del given[due]
+            count = given.pop(due)
+            if given:
+                log(
+                    f"{sources[due].name}: ended after {count} rows, under its weight; the others"
+                    " go on without it"
+                )
         else:
             given[due] += 1
             yield row
@@ -179,7 +211,9 @@ def source_rows(source: Source) -> Iterator[Row]:
         empty = False
         if not isinstance(row.value, dict):
             raise UserError(f"{row.where}: expected an object, found {type(row.value).__name__}")
-        yield Row(row.where, row.value, source.form)
+        # a key that is null is one that the row does not have, as tables are written out
+        value = {k: v for k, v in row.value.items() if v is not None}
+        yield Row(row.where, value, source.form)
     if empty:
         raise UserError(f"{source.name}: holds no rows; is it the right file?")
 
@@ -246,15 +280,17 @@ def read_parquet(path: Path) -> Iterator[Row]:
     import pyarrow
     import pyarrow.parquet
 
+    n = 0
     try:
         file = pyarrow.parquet.ParquetFile(path)
-        n = 0
         for batch in file.iter_batches(batch_size=256):
             for value in batch.to_pylist():
                 yield Row(f"{path} row {n}", drop_nulls(value))
                 n += 1
-    except (pyarrow.ArrowException, OSError) as e:
-        raise UserError(f"{path}: not a readable parquet file ({e})") from None
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as e:
+        raise UserError(
+            f"{path} row {n}: not readable as parquet ({e}); make the file again"
+        ) from None
 
 
 def drop_nulls(value: Any) -> Any:

@@ -6,12 +6,15 @@ A line a sample: {"id": str, "input_ids": [int...], "loss_mask": [0|1...]}, equa
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from common.artifacts import REPORT, decode_json, read_report, sha256_file
+from common.artifacts import REPORT, decode_json, must_match, read_report, sha256_file
 from common.cli import UserError
+
+if TYPE_CHECKING:
+    from common.verifier import Verifier
 
 FILE = "tokenized_data.jsonl"
 # Between a conversation's id and the number of one of its several samples or answers.
@@ -118,6 +121,24 @@ def read_samples(
             yield Sample(index, str(row.get("id", index)), ids, mask)
     if number == 0:
         raise UserError(f"{path}: holds no samples")
+
+
+def check_tokenizer(folder: Path, model: "Verifier") -> None:
+    """UserError unless 01 prepared the data with this verifier's tokenizer (data brought by hand
+    do not tell)."""
+    from common.verifier import tokenizer_fingerprint
+
+    if not (folder / REPORT).exists():
+        return
+    report = read_report(folder, "prepare")
+    must_match(
+        "tokenizer",
+        folder,
+        report["inputs"].get("tokenizer"),
+        Path(model.path),
+        tokenizer_fingerprint(model.path),
+        "pass the --model-path that 01 was run with, or run 01 with this one",
+    )
 
 
 def prepared_identity(folder: Path) -> str:

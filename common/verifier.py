@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.artifacts import decode_json
+from common.artifacts import decode_json, sha256_file, sha256_json
 from common.cli import UserError
 
 if TYPE_CHECKING:
@@ -155,6 +155,24 @@ def optional_file(model_path: str, name: str) -> Path | None:
         return model_file(model_path, name)
     except UserError:
         return None
+
+
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "tiktoken.model",
+    "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json", "special_tokens_map.json",
+)  # fmt: skip
+
+
+def tokenizer_fingerprint(model_path: str) -> str:
+    """Hash of the files that decide ids and template, so that another tokenizer is noticed."""
+    names = list(TOKENIZER_FILES)
+    config = optional_file(model_path, "tokenizer_config.json")
+    if config is not None:  # code that ships with the model: "module.Class", or None
+        for value in (read_object(config).get("auto_map") or {}).values():
+            for name in value if isinstance(value, list) else [value]:
+                names += [f"{name.split('.')[0]}.py"] if isinstance(name, str) else []
+    found = {n: optional_file(model_path, n) for n in names}
+    return sha256_json({n: sha256_file(p) for n, p in found.items() if p})
 
 
 def weight_map(model_path: str) -> dict[str, str]:

@@ -36,6 +36,7 @@ def merge_counts(counts: list[np.ndarray], weights: list[float] | None) -> np.nd
     of the weights."""
     if weights is None:
         return np.sum(counts, axis=0)
+    weights = [w / max(weights) for w in weights]
     shares = [w / sum(weights) * SHARES / c.sum() for w, c in zip(weights, counts, strict=True)]
     scaled = [np.ceil(c * s) for c, s in zip(counts, shares, strict=True)]
     return np.sum(scaled, axis=0).astype(np.int64)

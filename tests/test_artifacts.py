@@ -51,9 +51,15 @@ def test_earlier_runs(tmp_path):
 
 def test_overwrite_spares_folders_that_are_not_ours(tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(UserError, match="would delete a folder"):
+    with pytest.raises(UserError, match=r"would delete thesis.tex, which is not of ours"):
+        artifacts.earlier_run(tmp_path, "vocab", {}, {}, overwrite=True)
+    artifacts.write_json(tmp_path / artifacts.REPORT, artifacts.report("vocab", {}, {}, {}, "d", 0))
+    with pytest.raises(UserError, match=r"would delete thesis.tex"):
         artifacts.earlier_run(tmp_path, "vocab", {}, {}, overwrite=True)
     assert (tmp_path / "thesis.tex").exists()
+    (tmp_path / "home" / ".ssh").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"would delete .ssh"):
+        artifacts.earlier_run(tmp_path / "home", "vocab", {}, {}, overwrite=True)
 
 
 def test_overwrite_makes_a_damaged_folder_again(tmp_path):

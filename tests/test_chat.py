@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from common.chat import Encoded, Template, load_tokenizer
 from common.cli import UserError
-from common.conversations import RowError
+from common.conversations import RowError, messages_of
 from tests.templates import CASES as TEMPLATES
 from tests.templates import Case
 from tests.tiktoken_tokenizer import SPECIAL, make_tiktoken
@@ -261,6 +262,69 @@ def test_calls_that_a_template_leaves_unmarked_carry_loss_all_the_same(tokenizer
     assert loss_texts(template, template.encode(messages)) == [
         "Hello!<|im_end|>", "clock()<|im_end|>", "Noon.<|im_end|>",
     ]  # fmt: skip
+
+
+def call_of(name: str, **arguments) -> dict:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def test_what_a_template_leaves_out_is_noticed_even_if_like_text_is_there(templates, tokenizer):
+    """A call's name, or the reasoning, may stand in the answer by chance; a template may print the
+    first call alone, or no arguments."""
+    asked = [{"role": "user", "content": "a"}]
+    said: dict[str, Any] = {"role": "assistant", "content": "I think I call get now"}
+    lost: list[tuple[dict[str, Any], str]] = [
+        ({"tool_calls": [call_of("get")]}, "tool calls dropped"),
+        ({"reasoning_content": "think"}, "reasoning dropped"),
+    ]
+    for more, reason in lost:
+        with pytest.raises(RowError, match=reason):
+            templates["chatml"].encode([*asked, said | more])
+    source = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content }}\
+{% if m.tool_calls %}{{ m.tool_calls[0].function.name + '()' }}{% endif %}{{ '<|im_end|>\\n' }}\
+{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+    template = template_of(dataclasses.replace(TEMPLATES["chatml"], source=source), tokenizer)
+    (sample,) = template.encode([*asked, said | {"tool_calls": [call_of("get")]}])
+    assert loss_texts(template, [sample]) == ["I think I call get nowget()<|im_end|>"]
+    for calls in ([call_of("get"), call_of("get")], [call_of("get", x=1)]):
+        with pytest.raises(RowError, match="tool calls dropped"):
+            template.encode([*asked, said | {"tool_calls": calls}])
+
+
+def test_an_answer_marked_in_parts_or_with_its_header(tokenizer):
+    """The mask is from the generation prompt's end, or the first mark behind it."""
+    for marked, want in [
+        ("{% generation %}<think>{{ m.reasoning_content }}</think>{% endgeneration %}"
+         "{% generation %}{{ m.content }}{% endgeneration %}", "<think>why</think>Yes.<|im_end|>"),
+        ("{% generation %}{{ m.content }}{% endgeneration %} | "
+         "{% generation %}{{ m.reasoning_content }}{% endgeneration %}", "Yes. | why<|im_end|>"),
+    ]:  # fmt: skip
+        source = (
+            """{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}\
+{% if m.role == 'assistant' %}"""
+            + marked
+            + """{% else %}{{ m.content }}{% endif %}\
+{{ '<|im_end|>\\n' }}{% endfor %}\
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+        )
+        template = template_of(dataclasses.replace(TEMPLATES["chatml"], source=source), tokenizer)
+        samples = template.encode(turns(("Really?", "Yes."), reasoning="why"))
+        assert loss_texts(template, samples) == [want]
+    source = """{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}\
+{{ '<|im_start|>assistant\\n' + m.content + '<|im_end|>\\n' }}{% endgeneration %}{% else %}\
+{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endif %}{% endfor %}\
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+    template = template_of(dataclasses.replace(TEMPLATES["chatml"], source=source), tokenizer)
+    samples = template.encode(turns(("Hi", "Hello!"), ("Bye", "Bye!")))
+    assert loss_texts(template, samples) == ["Hello!<|im_end|>", "Bye!<|im_end|>"]
+
+
+def test_an_answer_of_weight_0_is_context(templates):
+    row = {"messages": turns(("Hi", "Helo"), ("Again", "Hello!"))}
+    row["messages"][1]["weight"] = 0
+    samples = templates["chatml"].encode(messages_of(row))
+    assert loss_texts(templates["chatml"], samples) == ["Hello!<|im_end|>"]
+    assert "Helo" in templates["chatml"].tokenizer.decode(samples[0].input_ids)
 
 
 def test_an_end_of_turn_token_in_a_call_is_counted(templates):

@@ -2,14 +2,20 @@
 
 import gzip
 import json
+import os
+import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from common.cli import UserError
 from common.conversations import FORMS, RowError, form_of, messages_of, tools_of
 from common.rows import parse_sources, read_rows
-from tests.conftest import last_line, must, script, write_jsonl
+from tests.conftest import ROOT, last_line, must, script, write_jsonl
 
 SHARED = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello!"}]
 TALK = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]
@@ -247,3 +253,71 @@ def test_a_map_of_several_sets(smollm2, tmp_path):
     bad = script("02_build_vocab_map.py", *args, "--prepared-data", sets[0], tmp_path / "b")
     assert bad.returncode == 1
     assert "give all of them a weight, or none" in last_line(bad)
+
+
+def test_workers_end_with_a_main_process_that_was_killed(smollm2, tmp_path):
+    rows = [{"messages": [{"role": "user", "content": f"{n} " * 300},
+                          {"role": "assistant", "content": f"{n} " * 300}]}
+            for n in range(20_000)]  # fmt: skip
+    data = write_jsonl(tmp_path / "rows.jsonl", rows)
+    command = [sys.executable, "01_prepare_data.py", "--model-path", smollm2, "--dataset", data,
+               "--output-dir", tmp_path / "o", "--workers", 2]  # fmt: skip
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = psutil.Popen(list(map(str, command)), cwd=ROOT, **quiet)
+    deadline = time.monotonic() + 120
+    while len(process.children(recursive=True)) < 4:  # forkserver, tracker, two workers
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    others = process.children(recursive=True)
+    time.sleep(3)
+    process.kill()
+    process.wait()
+    assert not psutil.wait_procs(others, timeout=20)[1]
+
+
+def test_folders_are_read_whole_or_not_at_all(tmp_path):
+    folder = tmp_path / "data"
+    (folder / ".git").mkdir(parents=True)
+    write_jsonl(folder / "a.jsonl", [{"n": 1, "messages": None}])
+    write_jsonl(folder / ".git" / "b.jsonl", [{"n": 2}])
+    assert rows_of(folder) == [1]
+    (row,) = read_rows(parse_sources([str(folder)], None))
+    assert "messages" not in row.value  # a null key is none
+    (folder / "c.jsonl").symlink_to(folder / "gone.jsonl")
+    with pytest.raises(UserError, match=r"c\.jsonl: a link to nothing"):
+        rows_of(folder)
+
+
+@pytest.mark.parametrize("reason", ["content_filter", "error"])
+def test_answers_that_the_server_ended_are_dropped(smollm2, tmp_path, reason):
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}]
+    good = [messages[0], {"role": "assistant", "content": "b"}]
+    rows = [{"messages": messages, "finish_reason": reason}, {"messages": good}]
+    data = write_jsonl(tmp_path / "rows.jsonl", rows)
+    result = must(script("01_prepare_data.py", "--model-path", smollm2, "--dataset", data,
+                         "--output-dir", tmp_path / "o"))  # fmt: skip
+    assert "1 samples from 2 rows" in last_line(result)
+    assert f"dropped: finish_reason {reason} 1" in last_line(result)
+
+
+def test_data_of_another_tokenizer_are_refused(smollm2, tmp_path):
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    data = write_jsonl(tmp_path / "rows.jsonl", [{"messages": messages}])
+    out = tmp_path / "prepared"
+    must(script("01_prepare_data.py", "--model-path", smollm2, "--dataset", data,
+                "--output-dir", out))  # fmt: skip
+    other = tmp_path / "model"
+    shutil.copytree(smollm2, other, copy_function=os.link)
+    tokenizer = (other / "tokenizer.json").read_text()
+    (other / "tokenizer.json").unlink()
+    (other / "tokenizer.json").write_text(tokenizer + " ")
+    calls = {"02_build_vocab_map.py": ["--draft-vocab-size", "64"],
+             "03_extract_hidden_states.py": ["--dry-run"]}  # fmt: skip
+    for name, more in calls.items():
+        args = ["--prepared-data", out, "--output-dir", tmp_path / name[:2], *more]
+        must(script(name, "--model-path", smollm2, *args))
+        result = script(name, "--model-path", other, *args, "--overwrite")
+        assert result.returncode == 1
+        assert "tokenizer" in last_line(result)
+        assert "does not match" in last_line(result)

@@ -26,7 +26,9 @@ def parse_args():
     p = cli.Parser(STAGE, __doc__)
     p.add_common("--model-path")
     p.add_argument("--draft", metavar="DIR", help="checkpoint written by 04")
-    p.add_argument("--prompts", nargs="+", metavar="FILE", help="held-out chat rows")
+    p.add_argument(
+        "--prompts", type=cli.path_text, nargs="+", metavar="FILE", help="held-out chat rows"
+    )
     p.add_common("--output-dir", "--max-samples", "--max-seq-len", "--hidden-states")
     p.add_common("--template-args")
     p.add_argument(

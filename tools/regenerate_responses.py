@@ -8,6 +8,7 @@ Asks vLLM in this process, or with --endpoint a running OpenAI-compatible server
 command again after a kill: what is answered is not asked twice.
 """
 
+import contextlib
 import functools
 import json
 import sys
@@ -29,6 +30,7 @@ def parse_args():
     p.add_common("--model-path", "--output-dir", "--max-samples", "--max-seq-len", "--seed")
     p.add_argument(
         "--prompts",
+        type=cli.path_text,
         nargs="+",
         metavar="DATA",
         help="rows as 01 reads them, with the same options",
@@ -57,6 +59,7 @@ def parse_args():
     p.add_common("--template-args")
     p.add_argument(
         "--endpoint",
+        type=cli.path_text,
         metavar="URL",
         help="ask this server instead, as http://localhost:8000/v1 (OPENAI_API_KEY is its key)",
     )
@@ -105,6 +108,7 @@ def main() -> None:
         "dtype": args.dtype,
         "engine_args": args.engine_args,
         "endpoint": bool(args.endpoint),
+        "served_model": args.served_model,
         "skip_bad_rows": args.skip_bad_rows,
     }
     if args.answers_per_prompt > 1 and args.temperature == 0:
@@ -138,20 +142,25 @@ def main() -> None:
     answers = out / "responses.jsonl"
     done = {} if args.overwrite else asking.read_answers(answers, args.all_turns)
 
+    if state == "none" and answers.exists() and not args.overwrite:
+        raise cli.UserError(
+            f"{answers}: has no {artifacts.REPORT} beside it, so nothing says what was asked; move"
+            " it, choose another --output-dir, or --overwrite"
+        )
+
     def begin() -> None:
-        """The verifier is up: from here on the folder is this run's."""
+        """There is an answer: from here on the folder is this run's."""
         if args.overwrite:
             artifacts.empty_output(out)
         if state == "none":
             artifacts.write_json(out / artifacts.REPORT, report({}, None, 0))
 
-    names = [one.keys() for one in asked]
+    names = [one.turn_names() for one in asked]
     unfinished = [one for one in asked if resumed(one, done)]
     ended: Counter[str] = Counter(one.final for one in done.values() if one.final)
     if unfinished:
         with backend(args, model, template, longest) as server:
-            begin()
-            ask(args, server, unfinished, sum(map(len, names)), done, ended, answers)
+            ask(args, server, unfinished, sum(map(len, names)), done, ended, answers, begin)
     if args.all_turns:
         asking.join_turns(answers, names)
 
@@ -185,16 +194,16 @@ def resumed(asked, done) -> bool:
     return True
 
 
-def ask(args, server, conversations, turns: int, done, ended, path: Path) -> None:
+def ask(args, server, conversations, turns: int, done, ended, path: Path, begin) -> None:
     """Have every conversation answered to its end, adding each answer to `done` and the file,
-    and to `ended` why one could not go on."""
+    and to `ended` why one could not go on; calls `begin` before the first."""
     from common import asking
 
     bar = progress.Progress("regenerate", turns, "answers", initial=len(done))
     stopper = progress.Stopper()
     waiting, asked = list(reversed(conversations)), dict[str, Any]()
-    refused = 0
-    with open(path, "a", encoding="utf-8") as f:
+    refused, f = 0, None
+    with contextlib.ExitStack() as stack:
         while (waiting or asked) and not stopper.code:
             while waiting and server.room() > 0 and not stopper.code:
                 one = waiting.pop()
@@ -213,6 +222,9 @@ def ask(args, server, conversations, turns: int, done, ended, path: Path) -> Non
                             f" first {refused} prompts"
                         )
                     continue
+                if f is None:
+                    begin()
+                    f = stack.enter_context(open(path, "a", encoding="utf-8"))
                 line = asking.line_of(one, answer)
                 f.write(json.dumps(line) + "\n")
                 f.flush()
@@ -233,8 +245,6 @@ def ask(args, server, conversations, turns: int, done, ended, path: Path) -> Non
 
 def backend(args, model, template, longest: int) -> Any:
     """vLLM in this process, or a server; a context manager."""
-    from contextlib import closing
-
     if not args.endpoint:
         return own_engine(args, model, template, longest)
     from common.endpoint import Endpoint
@@ -244,7 +254,7 @@ def backend(args, model, template, longest: int) -> Any:
         "temperature": args.temperature,
         "top_p": args.top_p,
     }
-    return closing(
+    return contextlib.closing(
         Endpoint(
             args.endpoint,
             args.served_model,
@@ -259,8 +269,6 @@ def backend(args, model, template, longest: int) -> Any:
 
 def own_engine(args, model, template, longest: int) -> Any:
     """A context manager of `Engine`."""
-    from contextlib import contextmanager
-
     from common import engine
 
     engine.prepare_environment(args.tp_size)
@@ -274,7 +282,7 @@ def own_engine(args, model, template, longest: int) -> Any:
         trust_remote_code=args.trust_remote_code,
     )
 
-    @contextmanager
+    @contextlib.contextmanager
     def running():
         with engine.running(engine_args, args.engine_args, "regenerate") as llm:
             yield Engine(llm, args, model, template, longest)
