@@ -141,17 +141,18 @@ def main() -> None:
             raise cli.UserError(no_sample(sources[0].name, counts))
         if args.overwrite:  # now that every row was good
             artifacts.empty_output(out, Path(f.name).name)
-    bar.close()
+        bar.close()
 
-    # ---------------------------------------------------------------- report
-    digest = artifacts.sha256_file(out / samples.FILE)
-    seconds = time.monotonic() - started
-    artifacts.write_json(
-        out / artifacts.REPORT,
-        artifacts.report(
-            STAGE, settings, inputs, dict(counts) | {"file_sha256": digest}, digest, seconds
-        ),
-    )
+        # ------------------------------------------------------------ report
+        # before the file has its name: data without a report are taken for somebody else's
+        f.flush()
+        digest = artifacts.sha256_file(Path(f.name))
+        seconds = time.monotonic() - started
+        final = dict(counts) | {"file_sha256": digest}
+        artifacts.write_json(
+            out / artifacts.REPORT,
+            artifacts.report(STAGE, settings, inputs, final, digest, seconds),
+        )
     share = 100 * counts["loss_tokens"] / counts["tokens"]
     progress.log(
         f"prepare: {counts['samples']} samples from {counts['rows']} rows, {counts['tokens']}"

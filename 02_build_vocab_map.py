@@ -107,16 +107,6 @@ def main() -> None:
     artifacts.hold_output(out, STAGE, settings, inputs, args.overwrite, state)
     if args.overwrite:
         artifacts.empty_output(out)
-    with (
-        artifacts.atomic_file(out / "d2t.npy") as d2t_file,
-        artifacts.atomic_file(out / "t2d.npy") as t2d_file,
-    ):
-        for file, array in ((d2t_file, d2t), (t2d_file, t2d)):
-            data = io.BytesIO()  # of a full disk numpy says how many items it wrote
-            np.save(data, array, allow_pickle=False)
-            file.write(data.getvalue())
-            file.flush()
-    vocab.draw_coverage(out / "coverage.png", counts, size)
     report_counts = {
         "loss_tokens": total,
         "distinct_tokens": distinct,
@@ -125,14 +115,24 @@ def main() -> None:
         "special_tokens": int(always.sum()),
         "filler_slots": filler,
     }
-    digest = artifacts.sha256_json(
-        [artifacts.sha256_file(out / f"{n}.npy") for n in ("d2t", "t2d")]
-    )
-    seconds = time.monotonic() - started
-    artifacts.write_json(
-        out / artifacts.REPORT,
-        artifacts.report(STAGE, settings, inputs, report_counts, digest, seconds),
-    )
+    with (
+        artifacts.atomic_file(out / "d2t.npy") as d2t_file,
+        artifacts.atomic_file(out / "t2d.npy") as t2d_file,
+    ):
+        files = d2t_file, t2d_file
+        for file, array in zip(files, (d2t, t2d), strict=True):
+            data = io.BytesIO()  # of a full disk numpy says how many items it wrote
+            np.save(data, array, allow_pickle=False)
+            file.write(data.getvalue())
+            file.flush()
+        # before the files have their names: a map without a report is taken for somebody else's
+        digest = artifacts.sha256_json([artifacts.sha256_file(Path(f.name)) for f in files])
+        seconds = time.monotonic() - started
+        artifacts.write_json(
+            out / artifacts.REPORT,
+            artifacts.report(STAGE, settings, inputs, report_counts, digest, seconds),
+        )
+    vocab.draw_coverage(out / "coverage.png", counts, size)
     progress.log(f"vocab: {text}; {progress.duration(seconds)} -> {out}")
 
 

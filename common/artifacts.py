@@ -34,6 +34,14 @@ OURS = (
     "table.txt", "with_draft.json",
 )  # fmt: skip
 DRAFT = ("config.json", "model.safetensors")  # ours beside a report; else they may be anybody's
+# What a finished stage must still hold; 03 looks at its files one by one.
+PRODUCTS = {
+    "prepare": ("tokenized_data.jsonl",),
+    "vocab": ("d2t.npy", "t2d.npy"),
+    "regenerate": ("responses.jsonl",),
+    "train": DRAFT,
+    "evaluate": ("result.json", "table.txt"),
+}
 _locks: list[IO] = []  # open until the process ends
 
 
@@ -272,15 +280,23 @@ def read_report(folder: Path, stage: str) -> dict[str, Any]:
 def earlier_run(
     folder: Path, stage: str, settings: dict[str, Any], inputs: dict[str, Any], overwrite: bool
 ) -> str:
-    """Compare the output folder with what is asked: "none", "in_progress" or "complete".
+    """Compare the output folder with what is asked: "none", "in_progress" or "complete" (and all
+    that it made is there).
 
     UserError when it holds a run with other settings or other input data, so that stale
-    data is never reused in silence, and when --overwrite would delete what is not ours.
+    data is never reused in silence, or data of which no report tells what they are, and when
+    --overwrite would delete what is not ours.
     """
-    path = folder / REPORT
+    path, products = folder / REPORT, PRODUCTS.get(stage, ())
     if overwrite:
         check_ours(folder)
     if not path.exists():
+        there = [] if overwrite else [name for name in products if (folder / name).exists()]
+        if there:
+            raise UserError(
+                f"{folder}: holds {there[0]} without a {REPORT} that tells what it is; choose"
+                " another --output-dir, or --overwrite to replace it"
+            )
         return "none"
     try:
         found = read_json(path)
@@ -312,7 +328,8 @@ def earlier_run(
             f" {shorten(asked.get(k))}{' and more' if len(differing) > 1 else ''};"
             " choose another --output-dir, or --overwrite to replace it"
         )
-    return "complete" if found.get("status") == "complete" else "in_progress"
+    whole = all((folder / name).exists() for name in products)
+    return "complete" if whole and found.get("status") == "complete" else "in_progress"
 
 
 def held(folder: Path, part: str, name: str) -> Any:

@@ -36,7 +36,7 @@ def load_prompts(
     Chat rows are rendered with a generation prompt, an answer at their end dropped, or with
     `all_turns` every answer; tokenized rows give their ids before the first loss token.
     UserError, or a skip, for a row that cannot be used, whose prompt has more than `longest`
-    tokens, or whose id was there before.
+    tokens, or whose id was there before; a prompt without an id that was there is skipped.
     """
     if longest < 1:
         raise UserError("--max-new-tokens leaves no room for a prompt within --max-seq-len")
@@ -45,6 +45,9 @@ def load_prompts(
     for row in rows:
         try:
             prompt = prompt_of(row, template, vocab_size, all_turns)
+            if prompt.id in prompts and row.value.get("id") is None:
+                skipped += 1  # the same prompt again
+                continue
             if prompt.id in prompts:
                 raise RowError("id twice", repr(prompt.id))
             if len(prompt.input_ids) > longest:

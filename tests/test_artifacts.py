@@ -41,6 +41,9 @@ def test_earlier_runs(tmp_path):
     artifacts.write_json(tmp_path / artifacts.REPORT, make({"a": 1}, {"p": "x"}, None, 0))
     assert state({"a": 1}, {"p": "x"}) == "in_progress"
     artifacts.write_json(tmp_path / artifacts.REPORT, make({"a": 1}, {"p": "x"}, "d", 0))
+    assert state({"a": 1}, {"p": "x"}) == "in_progress"  # what it made is gone
+    for name in artifacts.PRODUCTS["vocab"]:
+        (tmp_path / name).touch()
     assert state({"a": 1}, {"p": "x"}) == "complete"
     with pytest.raises(UserError, match="was made with a = 1, asked for 2"):
         state({"a": 2}, {"p": "x"})

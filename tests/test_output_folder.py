@@ -134,3 +134,29 @@ def test_blank_lines_end_a_file_but_do_not_part_it(tiny_stages, tmp_path):
     result = script("03_extract_hidden_states.py", *args)
     assert result.returncode == 1
     assert "tokenized_data.jsonl:2: a blank line among the samples" in last_line(result)
+
+
+def test_data_without_a_report_are_not_replaced_and_lost_products_are_made_again(
+    smollm2, tiny_stages, tmp_path
+):
+    rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]
+    data, out = write_jsonl(tmp_path / "rows.jsonl", rows), tmp_path / "out"
+    prepare = ["--model-path", smollm2, "--dataset", data, "--output-dir", out]
+    maps = ["--model-path", tiny_stages["model"], "--prepared-data", tiny_stages["prepared"],
+            "--output-dir", tmp_path / "map", "--draft-vocab-size", 64]  # fmt: skip
+    for name, args, product in [
+        ("01_prepare_data.py", prepare, out / "tokenized_data.jsonl"),
+        ("02_build_vocab_map.py", maps, tmp_path / "map" / "t2d.npy"),
+    ]:
+        product.parent.mkdir()
+        product.write_text("by hand")
+        result = script(name, *args)
+        assert result.returncode == 1
+        assert f"holds {product.name} without a {REPORT}" in last_line(result)
+        assert product.read_text() == "by hand"
+        must(script(name, *args, "--overwrite"))
+        made = product.read_bytes()
+        assert "is complete" in last_line(must(script(name, *args)))
+        product.unlink()
+        must(script(name, *args))
+        assert product.read_bytes() == made

@@ -142,18 +142,11 @@ def main() -> None:
     answers = out / "responses.jsonl"
     done = {} if args.overwrite else asking.read_answers(answers, args.all_turns)
 
-    if state == "none" and answers.exists() and not args.overwrite:
-        raise cli.UserError(
-            f"{answers}: has no {artifacts.REPORT} beside it, so nothing says what was asked; move"
-            " it, choose another --output-dir, or --overwrite"
-        )
-
     def begin() -> None:
         """There is an answer: from here on the folder is this run's."""
         if args.overwrite:
             artifacts.empty_output(out)
-        if state == "none":
-            artifacts.write_json(out / artifacts.REPORT, report({}, None, 0))
+        artifacts.write_json(out / artifacts.REPORT, report({}, None, 0))
 
     names = [one.turn_names() for one in asked]
     unfinished = [one for one in asked if resumed(one, done)]
