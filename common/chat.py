@@ -152,30 +152,28 @@ class Template:
         """Whether the finished rendering tells each call of the last turn, its arguments too."""
         *before, message = messages
         calls = message["tool_calls"]
-
-        def rendering(shown: list[dict]) -> str:
-            return self.text([*before, message | {"tool_calls": shown}], False, tools)
-
-        whole = rendering(calls)
         for n, call in enumerate(calls):
-            if rendering(calls[:n] + calls[n + 1 :]) == whole:
-                return False
             bare = {**call, "function": call["function"] | {"arguments": {}}}
-            if (
-                call["function"]["arguments"]
-                and rendering([*calls[:n], bare, *calls[n + 1 :]]) == whole
-            ):
-                return False
+            others = [[*calls[:n], *calls[n + 1 :]]]
+            others += [[*calls[:n], bare, *calls[n + 1 :]]] if call["function"]["arguments"] else []
+            for other in others:
+                if self.same(before, message, message | {"tool_calls": other}, tools):
+                    return False
         return True
 
     def shows_field(self, before: list[dict], message: dict, tools: list | None) -> bool:
         """Whether a turn's reasoning_content, if it has one, changes its finished rendering: text
         like it may stand there by chance."""
-        if not message.get("reasoning_content"):
-            return True
         without = {k: v for k, v in message.items() if k != "reasoning_content"}
-        with_it, without_it = (self.text([*before, m], False, tools) for m in (message, without))
-        return with_it != without_it
+        return len(without) == len(message) or not self.same(before, message, without, tools)
+
+    def same(self, before: list[dict], one: dict, other: dict, tools: list | None) -> bool:
+        """Whether two turns have the same finished rendering; a turn that is refused has none."""
+        try:
+            found = self.text([*before, other], False, tools)
+        except RowError:
+            return False
+        return found == self.text([*before, one], False, tools)
 
     def marks(self, messages: list[dict], tools: list | None) -> tuple[str, list[tuple[int, int]]]:
         """The finished rendering, and what of it stands within {% generation %}."""
