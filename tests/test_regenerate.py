@@ -141,7 +141,7 @@ def test_a_server_that_is_not_there(smollm2, tmp_path):
                     tmp_path / "o", "--endpoint", f"http://127.0.0.1:{free_port()}/v1",
                     "--retries", 0)  # fmt: skip
     assert result.returncode == 1
-    assert "is the server up?" in last_line(result)
+    assert "is the server up, and OpenAI-compatible?" in last_line(result)
 
 
 def test_turns_are_joined_only_where_one_goes_on_from_the_other():
