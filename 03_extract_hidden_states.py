@@ -222,7 +222,7 @@ def check_longest(args, model, folder: Path, lengths: dict[int, int]) -> None:
     from common import samples
 
     index = max(lengths, key=lambda i: lengths[i])
-    limit = min(args.max_seq_len, args.max_batch_tokens, (model.max_positions or 2**31) - 1)
+    limit = min(model.longest_sample(args.max_seq_len), args.max_batch_tokens)
     if lengths[index] > limit:
         raise cli.UserError(
             f"{folder / samples.FILE}:{index + 1}: the sample has {lengths[index]} tokens, over"

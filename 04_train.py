@@ -7,7 +7,6 @@ and state/ for resuming. Run the same command again after a kill: it continues w
 last state was saved, to the same bits.
 """
 
-import argparse
 import functools
 import importlib.util
 import itertools
@@ -65,32 +64,19 @@ def parse_args():
     p.add_argument(
         "--heldout-fraction", type=cli.between(0, 0.9), default=0.05, help="of conversations"
     )
-    p.add_argument(
-        "--train-lm-head",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="the head too, which starts as the verifier's",
-    )
-    p.add_argument(
+    p.add_switch("--train-lm-head", True, "the head too, which starts as the verifier's")
+    p.add_switch(
         "--norm-before-residual",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="the normed states, not the raw ones, are the layer's residual",
+        True,
+        "the normed states, not the raw ones, are the layer's residual",
     )
-    p.add_argument(
+    p.add_switch(
         "--norm-before-fc",
-        action=argparse.BooleanOptionalAction,
-        help="one norm over the aux layers side by side (default: unless --fc-norm)",
+        None,
+        "one norm over the aux layers side by side (default: unless --fc-norm)",
     )
-    p.add_argument(
-        "--fc-norm", action=argparse.BooleanOptionalAction, default=False, help="a norm each"
-    )
-    p.add_argument(
-        "--norm-output",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="the normed states go on to the next depth",
-    )
+    p.add_switch("--fc-norm", False, "a norm each")
+    p.add_switch("--norm-output", False, "the normed states go on to the next depth")
     p.add_argument(
         "--draft-shape",
         type=cli.json_object,

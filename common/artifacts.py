@@ -26,13 +26,6 @@ from common.cli import UserError, os_error_text
 FORMAT_VERSION = 1
 REPORT = "data_config.json"
 LOCK = ".lock"
-# Names that stages write, whole or under way: what --overwrite may delete.
-OURS = (
-    REPORT, LOCK, ".*.partial", "plan.json", "sample_lengths.json", "journal.jsonl", "rows_*-*",
-    "shard-*-of-*", "tokenized_data.jsonl", "d2t.npy", "t2d.npy", "coverage.png",
-    "responses.jsonl", "metrics.jsonl", "curves.png", "state", "tensorboard", "result.json",
-    "table.txt", "with_draft.json",
-)  # fmt: skip
 DRAFT = ("config.json", "model.safetensors")  # ours beside a report; else they may be anybody's
 # What a finished stage must still hold; 03 looks at its files one by one.
 PRODUCTS = {
@@ -42,6 +35,12 @@ PRODUCTS = {
     "train": DRAFT,
     "evaluate": ("result.json", "table.txt"),
 }
+# Names that stages write, whole or under way: what --overwrite may delete.
+OURS = (
+    REPORT, LOCK, ".*.partial", "plan.json", "sample_lengths.json", "journal.jsonl", "rows_*-*",
+    "shard-*-of-*", "coverage.png", "metrics.jsonl", "curves.png", "state", "tensorboard",
+    "with_draft.json", *(n for names in PRODUCTS.values() if names != DRAFT for n in names),
+)  # fmt: skip
 _locks: list[IO] = []  # open until the process ends
 
 

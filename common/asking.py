@@ -14,10 +14,9 @@ from typing import Any
 from common.artifacts import atomic_file, decode_json
 from common.chat import END_THINK, THINK
 from common.cli import UserError
+from common.conversations import CUT
 from common.prompts import Prompt
 from common.samples import SEPARATOR
-
-CUT = "length"  # finish_reason of an answer that the length limit cut
 
 
 @dataclass(frozen=True)

@@ -148,6 +148,10 @@ class Parser(argparse.ArgumentParser):
     def flags(self) -> dict[str, argparse.Action]:
         return {a.dest: a for a in self._actions if a.option_strings and a.dest != "help"}
 
+    def add_switch(self, flag: str, default: bool | None, text: str) -> None:
+        """Add a flag and its --no- form."""
+        self.add_argument(flag, action=argparse.BooleanOptionalAction, default=default, help=text)
+
     def add_common(self, *names: str) -> None:
         """Add flags that mean the same in every script."""
         texts: dict[str, dict[str, Any]] = {

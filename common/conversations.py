@@ -33,6 +33,9 @@ FORMS = ("messages", "conversations", "alpaca", "pair")
 ANSWERS = {"alpaca": ("output", "response"), "pair": ("response", "completion", "answer")}
 REASONING = ("reasoning_content", "reasoning", "thinking")
 KEPT = ("name", "tool_call_id")
+CUT = "length"  # finish_reason of an answer that the length limit cut
+# finish_reasons of servers that did not let the verifier end its answer
+NO_ANSWER = ("content_filter", "error", "abort")
 UNTRAINED = "untrained"  # of an answer that carries no loss
 
 

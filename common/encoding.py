@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from common.chat import Encoded, Template, load_template
 from common.cli import UserError
-from common.conversations import RowError, bad_row, messages_of, tools_of
+from common.conversations import CUT, NO_ANSWER, RowError, bad_row, messages_of, tools_of
 from common.rows import Row
 from common.samples import SEPARATOR, check_sample
 
@@ -28,8 +28,6 @@ from common.samples import SEPARATOR, check_sample
 CHUNK = 64
 # Fewer rows than this are encoded sooner than other processes are ready.
 FEW = 1024
-# finish_reasons of servers that did not let the verifier end its answer
-NO_ANSWER = ("content_filter", "error", "abort")
 
 
 @dataclass(frozen=True)
@@ -96,7 +94,7 @@ class RowEncoder:
     def _encode(self, row: Row, counts: Counter[str]) -> list[dict[str, Any]]:
         value, rules = row.value, self.rules
         reason = value.get("finish_reason")
-        if reason == "length" and not rules.keep_unfinished:
+        if reason == CUT and not rules.keep_unfinished:
             counts["dropped: answer cut by the length limit"] += 1
             return []
         if reason in NO_ANSWER:

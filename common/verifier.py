@@ -60,6 +60,10 @@ class Verifier:
         n = self.num_layers
         return sorted({min(2, n - 1), n // 2, max(n - 3, 0), n - 1})
 
+    def longest_sample(self, max_seq_len: int) -> int:
+        """Most tokens of a sample: one more, which vLLM adds, has to fit into its positions."""
+        return min(max_seq_len, (self.max_positions or 2**31) - 1)
+
 
 def load_verifier(model_path: str) -> Verifier:
     """Read a verifier's config.json (and generation_config.json where there is one)."""

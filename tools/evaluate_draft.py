@@ -99,7 +99,7 @@ def main() -> None:
     found = list(rows.read_rows(sources, args.max_samples))
     parts = args.model_path, args.trust_remote_code, model.end_ids, args.template_args
     template = functools.cache(functools.partial(chat.load_template, *parts))
-    longest = min(args.max_seq_len, (model.max_positions or 2**31) - 1) - args.max_new_tokens
+    longest = model.longest_sample(args.max_seq_len) - args.max_new_tokens
     asked, _ = prompts.load_prompts(found, template, model.vocab_size, longest)
     if args.dry_run:
         progress.log(f"evaluate: dry run, {draft} fits the verifier; {len(asked)} prompts")

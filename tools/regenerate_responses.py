@@ -14,6 +14,7 @@ import json
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,7 @@ def main() -> None:
     found = list(rows.read_rows(sources, args.max_samples))
     parts = args.model_path, args.trust_remote_code, model.end_ids, args.template_args
     template = functools.cache(functools.partial(chat.load_template, *parts))
-    longest = min(args.max_seq_len, (model.max_positions or 2**31) - 1) - args.max_new_tokens
+    longest = model.longest_sample(args.max_seq_len) - args.max_new_tokens
     usable, skipped = prompts.load_prompts(
         found, template, model.vocab_size, longest, args.skip_bad_rows, args.all_turns
     )
@@ -260,8 +261,9 @@ def backend(args, model, template, longest: int) -> Any:
     )
 
 
-def own_engine(args, model, template, longest: int) -> Any:
-    """A context manager of `Engine`."""
+@contextlib.contextmanager
+def own_engine(args, model, template, longest: int) -> Iterator["Engine"]:
+    """vLLM in this process, ended with the context."""
     from common import engine
 
     engine.prepare_environment(args.tp_size)
@@ -274,13 +276,8 @@ def own_engine(args, model, template, longest: int) -> Any:
         gpu_memory_utilization=args.gpu_memory_utilization,
         trust_remote_code=args.trust_remote_code,
     )
-
-    @contextlib.contextmanager
-    def running():
-        with engine.running(engine_args, args.engine_args, "regenerate") as llm:
-            yield Engine(llm, args, model, template, longest)
-
-    return running()
+    with engine.running(engine_args, args.engine_args, "regenerate") as llm:
+        yield Engine(llm, args, model, template, longest)
 
 
 class Engine:
