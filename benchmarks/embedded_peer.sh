@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Two drafts for the embedded verifier on one GPU, from the same files, over the same epochs: this
-# project's, and that of `speculators train` with its own defaults.
+# Drafts for the embedded verifier on one GPU, from the same files, over the same epochs, all at
+# once: this project's, in bfloat16 and float8, and that of `speculators train` with its defaults.
 # Usage: benchmarks/embedded_peer.sh RESPONSES.jsonl FOLDER [EPOCHS]
 # RESPONSES.jsonl is of run_pipeline.sh. The drafts are FOLDER/ours, FOLDER/ours-float8 and
 # FOLDER/theirs; compare them with tools/evaluate_draft.py and benchmarks/paired_acceptance.py.
@@ -17,13 +17,15 @@ stage() { # NAME COMMAND...
 mkdir -p "$W"
 stage prepare 01_prepare_data.py $C --dataset "$RESPONSES" --output-dir "$W/prepared"
 stage vocab 02_build_vocab_map.py $C --prepared-data "$W/prepared" --output-dir "$W/map"
-stage extract 03_extract_hidden_states.py $C --prepared-data "$W/prepared" --output-dir "$W/hidden"
+stage extract 03_extract_hidden_states.py $C --prepared-data "$W/prepared" --output-dir "$W/hidden" \
+    --gpu-memory-utilization 0.3
 INPUTS="--prepared-data $W/prepared --vocab-map $W/map --hidden-states $W/hidden"
-stage ours 04_train.py $C $INPUTS --output-dir "$W/ours" --epochs "$EPOCHS"
-stage ours-float8 04_train.py $C $INPUTS --output-dir "$W/ours-float8" --epochs "$EPOCHS" --float8
 stage layout tools/speculators_layout.py $INPUTS --output-dir "$W/layout"
+stage ours 04_train.py $C $INPUTS --output-dir "$W/ours" --epochs "$EPOCHS" &
+stage ours-float8 04_train.py $C $INPUTS --output-dir "$W/ours-float8" --epochs "$EPOCHS" --float8 &
 # the held-out share is ours; layers 2, 15, 27 are its ids 3, 16, 28
 stage theirs benchmarks/peer_trainer.py --speculator-type eagle3 --data-path "$W/layout" \
     --verifier-name-or-path models/smollm2-135m-instruct --target-layer-ids 3 16 28 \
     --draft-vocab-size 8192 --on-missing raise --train-data-ratio 0.95 --epochs "$EPOCHS" \
-    --save-path "$W/theirs"
+    --save-path "$W/theirs" &
+for job in $(jobs -p); do wait "$job"; done

@@ -146,6 +146,8 @@ def main() -> None:
     warm_up = time.perf_counter() - began
     with timed_alone(a.together):
         times, launches = zip(*[step(n) for n in range(a.steps)], strict=True)
+        if a.profile:
+            profile(step)
     row = rows[(a.steps - 1) % len(rows)]
     losses = [one.real for one in row.losses]
     flops = flops_of_step(shape, a.tokens, len(row.columns_N), losses, a.train_lm_head)
@@ -169,8 +171,6 @@ def main() -> None:
     if a.device == "cuda":
         found["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 1)
     print(json.dumps(found), flush=True)
-    if a.profile:
-        profile(step)
 
 
 def profile(step) -> None:

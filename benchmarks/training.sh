@@ -3,7 +3,7 @@
 # run: the step (frozen and trained head, 3 and 7 depths), then the whole stage from files to
 # checkpoint over 10 epochs of 1000 samples (503,619 tokens, 72 % with loss). Prints JSON lines.
 # Usage: [PARTS="step whole"] benchmarks/training.sh FAST_DIR DISK_DIR
-# FAST_DIR is a RAM disk of 70 GB. PARTS: step, depths7, whole, whole-float8, peer-whole.
+# FAST_DIR is a RAM disk of 70 GB. PARTS: step, depths7, files (which the rest makes if need be), whole, whole-float8, peer-whole.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 FAST=$1 DISK=$2 PY=${PY:-python3}
@@ -26,15 +26,16 @@ files() { # a random verifier of eight layers, data, map and hidden states, by 0
 steps() { # FLAGS: four processes that compile at once and are timed one after another
     local together="--together $(mktemp -d) 4" ours="benchmarks/train_step.py --rule next"
     "$PY" benchmarks/peer_training.py $1 $together &
-    "$PY" $ours $1 $together --no-train-lm-head &
+    "$PY" $ours $1 $together --profile --no-train-lm-head &
     "$PY" $ours $1 $together &
-    "$PY" $ours $1 $together --float8 &
+    "$PY" $ours $1 $together --profile --float8 &
     wait
 }
 mkdir -p "$FAST" "$DISK"
 for part in ${PARTS:-step depths7 whole whole-float8 peer-whole}; do
     case $part in
     step) steps "" ;;
+    files) files ;;
     depths7) steps "--ttt-steps 7 --tokens 4096" ;;
     whole | whole-float8)
         files
