@@ -323,13 +323,13 @@ def train_draft(args, job: Job, device, dtype, ranks) -> tuple[dict | None, int,
         held.restore(saved, best_weights)
         begun, spent = saved["step"], saved["seconds"]
         say(ranks, f"train: continuing after step {begun} of {len(steps)}")
-    tokens = list(map(job.step_tokens, steps))
-    log = StepLog(out, steps, tokens, begun, spent, trainer, reader.tokens, args.tensorboard)
     say(ranks, f"train: loaded in {progress.duration(time.monotonic() - began)}")
     if device == "cuda":
         training.rehearse(trainer, teacher, reader.read(steps[0].rows[0]).to(device))
         torch.cuda.synchronize()
         say(ranks, f"train: kernels ready after {progress.duration(time.monotonic() - began)}")
+    tokens = list(map(job.step_tokens, steps))
+    log = StepLog(out, steps, tokens, begun, spent, trainer, reader.tokens, args.tensorboard)
     mine = [row for step in steps[begun:] for row in step.rows[ranks.rank :: ranks.world]]
     rows = loading.rows_ahead(reader, mine, device)
     stopper = progress.Stopper()
