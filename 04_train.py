@@ -15,9 +15,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from common import artifacts, cli, progress
+
+if TYPE_CHECKING:
+    from common.draft_shape import DraftShape
+    from common.packing import Step
+    from common.train_inputs import Data
+    from common.verifier import Verifier
 
 STAGE = "train"
 
@@ -140,14 +146,14 @@ class Job:
     """What a run trains, once everything is checked."""
 
     report: Callable[..., dict[str, Any]]
-    model: Any  # common.verifier.Verifier
-    shape: Any  # common.draft_shape.DraftShape
-    data: Any  # common.train_inputs.Data
+    model: "Verifier"
+    shape: "DraftShape"
+    data: "Data"
     train: dict[int, int]  # index → tokens
     held: dict[int, int]
-    steps: list[Any]  # common.packing.Step
+    steps: list["Step"]
 
-    def step_tokens(self, step: Any) -> int:
+    def step_tokens(self, step: "Step") -> int:
         return sum(self.train[i] for row in step.rows for i in row)
 
 
@@ -198,7 +204,7 @@ def main() -> None:
 def check(args, device, dtype, ranks) -> Job | None:
     """Check everything that can be known before the training, plan it and hold the output
     folder; None when there is nothing to do."""
-    from common import draft_shape, packing, published, train_inputs, verifier
+    from common import draft_shape, export, packing, published, train_inputs, verifier
 
     out = Path(args.output_dir)
     model = verifier.load_verifier(args.model_path)
@@ -216,11 +222,14 @@ def check(args, device, dtype, ranks) -> Job | None:
     )
     if args.float8:
         draft_shape.check_float8(shape)
+    if device == "cuda":
+        draft_shape.check_on_gpu(shape)
+    aux = data.layers[:-1]
     if args.init_from:
-        published.check_initial(Path(args.init_from), shape)
+        published.check_initial(Path(args.init_from), shape, export.serving_layer_ids(aux))
         inputs["init_from"] = artifacts.sha256_file(Path(args.init_from) / "model.safetensors")
-    held_rows = None if args.overwrite else artifacts.held(out, "settings", "rows_per_step")
-    rows_a_step = args.rows_per_step or held_rows or ranks.world
+    earlier_rows = None if args.overwrite else artifacts.held(out, "settings", "rows_per_step")
+    rows_a_step = args.rows_per_step or earlier_rows or ranks.world
     settings = train_inputs.run_settings(args, shape, data, device, dtype, rows_a_step)
     # the others see what the first has left
     overwrite = args.overwrite and (ranks.first or args.dry_run)
@@ -240,6 +249,10 @@ def check(args, device, dtype, ranks) -> Job | None:
             f"{data.prepared}: nothing to train on ({len(held)} of {len(data.samples)} samples held"
             " out, the others without a loss position); lower --heldout-fraction or prepare more"
         )
+    if args.patience and not held:
+        raise cli.UserError(
+            "--patience: no sample is held out to measure on; raise --heldout-fraction or leave it"
+        )
     steps = packing.plan_steps(train, args.max_batch_tokens, args.epochs, args.seed, rows_a_step)
     say(
         ranks,
@@ -248,26 +261,33 @@ def check(args, device, dtype, ranks) -> Job | None:
         f" {args.max_batch_tokens} tokens; {args.ttt_steps} depths, {shape.draft_vocab_size} draft"
         f" tokens, {dtype} on {ranks.world} x {device}",
     )
+    if rows_a_step % ranks.world:
+        say(
+            ranks,
+            f"train: note: {ranks.world} processes share {rows_a_step} rows a step, some wait for"
+            " the others; see --rows-per-step",
+        )
     # the states kept, one more (it is whole before the oldest goes), and the checkpoint
     size = draft_shape.parameter_count(shape)
     needed = size * ((args.keep_states + 1) * (12 + dtype.itemsize) + 4)
+    memory = draft_shape.memory_needed(shape, dtype.itemsize, ranks.world)
     say(
         ranks,
         f"train: {size / 1e6:.1f} M parameters; up to {needed / 1e9:.2f} GB of disk,"
-        f" {size * 22 / 1e9:.2f} GB of memory for weights, gradients and optimizer, activations"
-        " beside",
+        f" {memory / 1e9:.2f} GB of memory, activations beside",
     )
-    held_bytes = sum(p.stat().st_size for p in out.rglob("*.safetensors"))
-    artifacts.require_space(out, needed - (0 if args.overwrite else held_bytes), args.overwrite)
+    there_bytes = sum(p.stat().st_size for p in out.rglob("*.safetensors"))
+    artifacts.require_space(out, needed - (0 if args.overwrite else there_bytes), args.overwrite)
+    if device == "cuda":
+        train_inputs.require_memory(memory)
+    if ranks.first:  # last, for it takes seconds
+        export.speculators_draft(shape, model, aux, args.ttt_steps, dtype)
     if args.dry_run:
         say(ranks, "train: dry run, every check passed; nothing was loaded or written")
         return None
     report = functools.partial(artifacts.report, STAGE, settings, inputs)
     if ranks.first:
         artifacts.hold_output(out, STAGE, settings, inputs, args.overwrite, state)
-        if args.overwrite:
-            artifacts.empty_output(out)
-        artifacts.write_json(out / artifacts.REPORT, report({}, None, 0))
     return Job(report, model, shape, data, train, held, steps)
 
 
@@ -297,7 +317,7 @@ def train_draft(args, job: Job, device, dtype, ranks) -> tuple[dict | None, int,
     began = time.monotonic()
     teacher, draft = training.build(job.model, job.shape, data.maps[0], device, dtype, args.seed)
     draft.lm_head.weight.requires_grad_(args.train_lm_head)
-    newest = checkpoint.latest_state(out / "state")
+    newest = None if args.overwrite else checkpoint.latest_state(out / "state")
     if args.init_from and newest is None:
         taken = published.initialize_from(Path(args.init_from), draft, teacher.target_D)
         say(ranks, f"train: starts from {args.init_from}, with {taken} rows of its head")
@@ -328,8 +348,12 @@ def train_draft(args, job: Job, device, dtype, ranks) -> tuple[dict | None, int,
         training.rehearse(trainer, teacher, reader.read(steps[0].rows[0]).to(device))
         torch.cuda.synchronize()
         say(ranks, f"train: kernels ready after {progress.duration(time.monotonic() - began)}")
+    if ranks.first:  # nothing that was there is lost to what fails until here
+        if args.overwrite:
+            artifacts.empty_output(out)
+        artifacts.write_json(out / artifacts.REPORT, job.report({}, None, 0))
     tokens = list(map(job.step_tokens, steps))
-    log = StepLog(out, steps, tokens, begun, spent, trainer, reader.tokens, args.tensorboard)
+    log = StepLog(out, steps, tokens, begun, spent, trainer, args.tensorboard)
     mine = [row for step in steps[begun:] for row in step.rows[ranks.rank :: ranks.world]]
     rows = loading.rows_ahead(reader, mine, device)
     stopper = progress.Stopper()

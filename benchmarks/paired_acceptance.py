@@ -13,6 +13,8 @@ from pathlib import Path
 
 
 def main() -> None:
+    if len(sys.argv) != 3:
+        sys.exit("usage: paired_acceptance.py EVALUATION_A EVALUATION_B")
     a, b = (json.loads((Path(p) / "result.json").read_text())["prompts"] for p in sys.argv[1:3])
     if a.keys() != b.keys():
         sys.exit("error: the evaluations are of different prompts")

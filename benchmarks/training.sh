@@ -29,7 +29,7 @@ steps() { # FLAGS: four processes that compile at once and are timed one after a
     "$PY" $ours $1 $together --profile --no-train-lm-head &
     "$PY" $ours $1 $together &
     "$PY" $ours $1 $together --profile --float8 &
-    wait
+    for job in $(jobs -p); do wait "$job"; done
 }
 mkdir -p "$FAST" "$DISK"
 for part in ${PARTS:-step depths7 whole whole-float8 peer-whole}; do

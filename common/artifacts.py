@@ -35,11 +35,12 @@ PRODUCTS = {
     "train": DRAFT,
     "evaluate": ("result.json", "table.txt"),
 }
+RESUMED = ("state", "with_draft.json")  # what a stage that goes on would take for its own
 # Names that stages write, whole or under way: what --overwrite may delete.
 OURS = (
     REPORT, LOCK, ".*.partial", "plan.json", "sample_lengths.json", "journal.jsonl", "rows_*-*",
-    "shard-*-of-*", "coverage.png", "metrics.jsonl", "curves.png", "state", "tensorboard",
-    "with_draft.json", *(n for names in PRODUCTS.values() if names != DRAFT for n in names),
+    "shard-*-of-*", "coverage.png", "metrics.jsonl", "curves.png", "tensorboard",
+    *RESUMED, *(n for names in PRODUCTS.values() if names != DRAFT for n in names),
 )  # fmt: skip
 _locks: list[IO] = []  # open until the process ends
 
@@ -156,8 +157,11 @@ def check_ours(folder: Path) -> None:
 
 
 def empty_output(folder: Path, *keep: str) -> None:
-    """For --overwrite alone: delete what an earlier run left, when this one is about to write."""
-    for path in folder.iterdir():
+    """For --overwrite alone: delete what an earlier run left, when this one is about to write.
+
+    The report goes last: what a kill leaves is still the earlier run's, and says so.
+    """
+    for path in sorted(folder.iterdir(), key=lambda path: path.name == REPORT):
         if path.name in (LOCK, *keep):
             continue
         if path.is_dir() and not path.is_symlink():
@@ -290,7 +294,8 @@ def earlier_run(
     if overwrite:
         check_ours(folder)
     if not path.exists():
-        there = [] if overwrite else [name for name in products if (folder / name).exists()]
+        telling = () if overwrite else (*products, *RESUMED)
+        there = [name for name in telling if (folder / name).exists()]
         if there:
             raise UserError(
                 f"{folder}: holds {there[0]} without a {REPORT} that tells what it is; choose"

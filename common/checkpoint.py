@@ -1,7 +1,7 @@
 """The state folder: everything that a killed training run needs to go on to the same bit.
 
-state/step_<n>/weights.safetensors   float32 weights; of the best epoch, where it is an earlier
-                                     one, under `best/<parameter>`
+state/step_<n>/weights.safetensors   float32 weights; those of the best epoch, where it is an
+                                     earlier one, under `best/<parameter>`, as they are served
 state/step_<n>/moments-<rank>.safetensors  a rank's part of the optimizer's state, float32, under
                                      `<moment>/<parameter>`; any number of ranks can go on
 state/step_<n>/state.json            step, counters, number of parts
@@ -83,6 +83,7 @@ def save_state(
 
 
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Write tensors of any device to a safetensors file that outlives a power cut."""
     from safetensors.torch import save_file
 
     save_file({k: v.contiguous() for k, v in tensors.items()}, path)
@@ -105,8 +106,9 @@ def latest_state(folder: Path) -> Path | None:
 
 
 def load_state(path: Path, trainer: Trainer) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Restore weights and moments in place; returns (state.json's content, `best` as saved)."""
-    from safetensors.torch import load_file
+    """Restore weights and moments in place; returns (state.json's content, `best` as saved, on the
+    first rank)."""
+    from safetensors import safe_open
 
     try:
         found = read_json(path / "state.json")
@@ -117,20 +119,22 @@ def load_state(path: Path, trainer: Trainer) -> tuple[dict[str, Any], dict[str, 
             safetensors_header(file)
     except (UserError, OSError) as e:
         raise UserError(
-            f"{path}: the state is damaged ({e}); delete that folder (training then starts over)"
-            " and run the same command again"
+            f"{path}: the state is damaged ({e}); delete that folder and run the same command"
+            " again, which goes on from an older state or starts over"
         ) from None
-    weights = load_file(path / WEIGHTS)
-    prefix = "best/"
-    best = {n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)}
-    for name, parameter in trainer.draft.named_parameters():
-        if name not in weights or weights[name].shape != parameter.shape:
-            raise UserError(
-                f"{path}: is the state of another draft ({name} missing or of another shape);"
-                " choose another --output-dir, or --overwrite"
-            )
-        with torch.no_grad():
-            parameter.copy_(weights[name])
+    best = {}
+    with safe_open(path / WEIGHTS, framework="pt") as f, torch.no_grad():
+        sizes = {name: tuple(f.get_slice(name).get_shape()) for name in f.keys()}  # noqa: SIM118
+        for name, parameter in trainer.draft.named_parameters():
+            if sizes.get(name) != tuple(parameter.shape):
+                raise UserError(
+                    f"{path}: is the state of another draft ({name} missing or of another shape);"
+                    " choose another --output-dir, or --overwrite"
+                )
+            parameter.copy_(f.get_tensor(name))
+            if trainer.ranks.first and f"best/{name}" in sizes:
+                # a copy: the file is mapped, and is deleted when a later state is there
+                best[name] = f.get_tensor(f"best/{name}").clone()
     restore_moments(trainer.draft, trainer.optimizers, parts)
     trainer.products.refresh()
-    return found, best if trainer.ranks.first else {}
+    return found, best

@@ -67,7 +67,7 @@ def draw_curves(out: Path) -> None:
     if not steps:  # metrics.jsonl was lost; the weights were not
         return
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4))
-    for k in range(len(steps[0]["loss_by_depth"])):
+    for k in range(max(len(x["loss_by_depth"]) for x in steps)):  # a short row has no deep loss
         here = [x for x in steps if len(x["loss_by_depth"]) > k]
         x = [p["step"] for p in here]
         left.plot(x, [p["loss_by_depth"][k] for p in here], color=f"C{k}", label=f"depth {k}")

@@ -1,4 +1,4 @@
-"""The draft's shape: what decides its architecture, from --draft and the verifier."""
+"""The draft's shape: what decides its architecture, from --draft-shape and the verifier."""
 
 from dataclasses import dataclass
 
@@ -106,6 +106,20 @@ def check_float8(shape: DraftShape) -> None:
     for name, size in sizes.items():
         if size % 16:
             raise UserError(f"--float8: {name} {size} is no multiple of 16; train without")
+
+
+def check_on_gpu(shape: DraftShape) -> None:
+    """UserError where the kernels of a GPU's attention are not made for the shape."""
+    if shape.head_dim < 16:
+        raise UserError(f"--draft-shape: head_dim {shape.head_dim} is under 16, a GPU's least")
+
+
+def memory_needed(shape: DraftShape, itemsize: int, world: int) -> int:
+    """Bytes on the device that every step needs, activations left out: float32 weights, gradients
+    and two moments (a part of them on each of `world` ranks); in the compute dtype, of `itemsize`,
+    a copy, the best epoch's weights, and the verifier's embedding and head."""
+    draft = parameter_count(shape) * (4 + 4 + 8 / world + 2 * itemsize)
+    return round(draft) + 2 * shape.vocab_size * shape.hidden_size * itemsize
 
 
 def parameter_count(shape: DraftShape) -> int:

@@ -7,12 +7,11 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from common.artifacts import fsync_folder
-from common.cli import UserError
+from common.artifacts import DRAFT, fsync_folder
+from common.cli import UserError, one_line
 from common.draft_shape import DraftShape
+from common.eagle3 import Eagle3Draft
 from common.verifier import Verifier
-
-FILES = ("config.json", "model.safetensors")
 
 
 def serving_layer_ids(layers: list[int]) -> list[int]:
@@ -66,6 +65,34 @@ def speculators_config(shape: DraftShape, verifier: Verifier, aux_layers: list[i
     )
 
 
+def speculators_draft(
+    shape: DraftShape, verifier: Verifier, aux_layers: list[int], depths: int, dtype: torch.dtype
+):
+    """The draft as speculators' Eagle3DraftModel, without memory; UserError where the speculators
+    installed cannot hold one of this shape."""
+    try:
+        from speculators.models.eagle3 import Eagle3DraftModel
+
+        config = speculators_config(shape, verifier, aux_layers, depths)
+        with torch.device("meta"):
+            model = Eagle3DraftModel(config).to(dtype)  # type: ignore[arg-type]
+    except (ImportError, TypeError, ValueError) as e:
+        raise UserError(
+            f"speculators cannot make this draft ({one_line(e, 200)}); install the version in"
+            " requirements.txt"
+        ) from None
+    with torch.device("meta"):
+        ours = {name: p.shape for name, p in Eagle3Draft(shape).named_parameters()}
+    theirs = {name: p.shape for name, p in model.named_parameters()}
+    differing = [name for name, size in ours.items() if theirs.get(name) != size]
+    if differing:
+        raise UserError(
+            f"speculators has {differing[0]} in another size or not at all; install the version in"
+            " requirements.txt"
+        )
+    return model
+
+
 def export_draft(
     folder: Path,
     shape: DraftShape,
@@ -81,21 +108,15 @@ def export_draft(
 
     The embedding is the verifier's and is left out: the server shares its own.
     """
-    from speculators.models.eagle3 import Eagle3DraftModel
-
-    config = speculators_config(shape, verifier, aux_layers, depths)
-    with torch.device("meta"):
-        model = Eagle3DraftModel(config).to(dtype)  # type: ignore[arg-type]
+    model = speculators_draft(shape, verifier, aux_layers, depths, dtype)
     tensors = {k: v.detach().to("cpu", dtype) for k, v in weights.items()}
     tensors |= {"d2t": d2t, "t2d": t2d}
-    unknown = model.load_state_dict(tensors, strict=False, assign=True).unexpected_keys
-    if unknown:
-        raise RuntimeError(f"speculators does not know {unknown}")
+    model.load_state_dict(tensors, strict=False, assign=True)
     partial = folder / ".export.partial"
     shutil.rmtree(partial, ignore_errors=True)
     try:
         model.save_pretrained(partial, state_dict=tensors)
-        for name in FILES:
+        for name in DRAFT:
             with open(partial / name, "rb") as f:
                 os.fsync(f.fileno())
             os.replace(partial / name, folder / name)

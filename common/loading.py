@@ -1,8 +1,9 @@
 """Reading packed rows from 03's files, ahead of the step that trains on them.
 
 Files are read straight into the row's place in a host buffer, by several threads at once; a
-buffer beside a GPU is page-locked and copied on a stream of its own. The memory is bounded:
-READ_AHEAD rows on the host, and on the GPU those beside the one in use and the one before.
+buffer beside a GPU is page-locked and copied on a stream of its own. The memory of a plan is
+bounded: READ_AHEAD rows on the host, and on the GPU those beside the one in use and the one
+before. The held-out measure has a plan of its own, while the training's waits.
 """
 
 import functools

@@ -19,26 +19,28 @@ def make_optimizers(
     Args:
         name: adamw; or muon, for the matrices but the head (whose rows are embeddings), with
             AdamW for the rest. Muon's updates are scaled to AdamW's size, so `lr` means the same.
+        weight_decay: of the matrices; the norms' gains do not decay.
         world: with several ranks, each keeps and steps a part of the parameters (ZeRO-1).
     """
     trained = {n: p for n, p in draft.named_parameters() if p.requires_grad}
     # lists: every rank must see the same order
-    matrices = [n for n, p in trained.items() if p.dim() == 2 and n != "lm_head.weight"]
+    hidden = [n for n, p in trained.items() if p.dim() == 2 and n != "lm_head.weight"]
     adamw: dict[str, Any] = {"betas": BETAS, "weight_decay": weight_decay, "fused": True}
     muon: dict[str, Any] = {
         "momentum": MOMENTUM,
         "weight_decay": weight_decay,
         "adjust_lr_fn": "match_rms_adamw",
     }
-    parts: list[tuple[Any, list[nn.Parameter], dict[str, Any]]]
-    if name == "adamw":
-        parts = [(torch.optim.AdamW, list(trained.values()), adamw)]
-    else:
-        rest = [p for n, p in trained.items() if n not in matrices]
-        parts = [
-            (torch.optim.Muon, [trained[n] for n in matrices], muon),
-            (torch.optim.AdamW, rest, adamw),
-        ]
+    ours = [] if name == "adamw" else hidden
+    rest = [p for n, p in trained.items() if n not in ours]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in rest if p.dim() == 2]},
+        {"params": [p for p in rest if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    parts: list[tuple[Any, list[Any], dict[str, Any]]] = []
+    if ours:
+        parts = [(torch.optim.Muon, [trained[n] for n in ours], muon)]
+    parts += [(torch.optim.AdamW, [g for g in groups if g["params"]], adamw)]
     if world == 1:
         return [kind(parameters, lr=lr, **options) for kind, parameters, options in parts]
     return [

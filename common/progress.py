@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 
 LOG_EVERY_SECONDS = 10.0
+SAME_REQUEST_SECONDS = 1.0
 
 
 def quiet_libraries() -> None:
@@ -128,20 +129,24 @@ def heartbeat(text: str, limit: float, too_long: Callable[[], None]) -> Iterator
 class Stopper:
     """Turns SIGTERM and SIGINT into a flag that a loop reads between two steps.
 
-    Any second signal ends the process at once.
+    Any later signal ends the process at once, but not one that comes together with the first: a
+    whole job is signalled by its group, by Slurm and by torchrun, each process more than once.
     """
 
     def __init__(self) -> None:
         self.code = 0
+        self.first = 0.0
         for sig in (signal.SIGTERM, signal.SIGINT):
             signal.signal(sig, self._note)
 
     def _note(self, sig: int, _frame: object) -> None:
+        if self.code and time.monotonic() < self.first + SAME_REQUEST_SECONDS:
+            return
         if self.code:
             print(
                 "error: interrupted again; the step was not finished", file=sys.stderr, flush=True
             )
             os._exit(self.code)
-        self.code = 128 + sig
+        self.code, self.first = 128 + sig, time.monotonic()
         name = signal.Signals(sig).name
         log(f"{name}: finishing the current step; once more to stop at once")

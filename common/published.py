@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from common.eagle3 import Eagle3Draft
 
 NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+ROPE_THETA = 10000.0  # where a config says none, as transformers reads it
 NOT_TRAINED = ("embed_tokens.weight", "d2t", "t2d")
 
 
@@ -28,20 +29,24 @@ def parameter_name(name: str) -> str:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Its config.json, flat: the layer's keys, those of NORMS, and `plain_rope`."""
+    """Its config.json, flat: the layer's keys, those of NORMS, `plain_rope`, and `aux_ids`, the
+    layers of the speculators format (plain checkpoints count them in more than one way)."""
     config = read_json(folder / "config.json")
+    speculators = "transformer_layer_config" in config
     layer: dict[str, Any] = config.get("transformer_layer_config") or config
     rope = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
     # what an absent key means differs between the formats (vLLM reads them so)
-    default = {"norm_before_residual": "transformer_layer_config" in config}
+    default = {"norm_before_residual": speculators}
     norms = {key: bool(config.get(key, default.get(key, False))) for key in NORMS}
     plain = rope.get("rope_type", rope.get("type", "default")) == "default"
-    return layer | rope | norms | {"plain_rope": plain}
+    aux_ids = config.get("eagle_aux_hidden_state_layer_ids") if speculators else None
+    more = {"plain_rope": plain, "aux_ids": aux_ids}
+    return {"rope_theta": ROPE_THETA} | layer | rope | norms | more
 
 
-def check_initial(folder: Path, shape: DraftShape) -> None:
+def check_initial(folder: Path, shape: DraftShape, aux_ids: list[int]) -> None:
     """UserError unless the checkpoint is a draft of this very architecture, by its config.json
-    and its file's header."""
+    and its file's header, and of these layers, as a server counts them."""
     import torch
 
     from common.eagle3 import Eagle3Draft
@@ -60,12 +65,19 @@ def check_initial(folder: Path, shape: DraftShape) -> None:
         if layer[key] != getattr(shape, key):
             flag = "--" + ("" if layer[key] else "no-") + key.replace("_", "-")
             raise UserError(f"--init-from {folder}: its {key} is {layer[key]}; pass {flag}")
-    for key in SHAPE_KEYS:
+    for key in (*SHAPE_KEYS, "vocab_size"):
         if key in layer and layer[key] != getattr(shape, key):
             raise UserError(
-                f"--init-from {folder}: its {key} is {layer[key]}, --draft-shape says"
-                f" {getattr(shape, key)}; make them equal"
+                f"--init-from {folder}: its {key} is {layer[key]}, this draft's is"
+                f" {getattr(shape, key)}; "
+                + ("it is of another verifier" if key == "vocab_size" else "see --draft-shape")
             )
+    if layer["aux_ids"] and list(layer["aux_ids"]) != aux_ids:
+        raise UserError(
+            f"--init-from {folder}: it was trained on the layers that a server calls"
+            f" {layer['aux_ids']}, these states are of {aux_ids}; start from another draft, or run"
+            " 03 with its --layers"
+        )
     sizes = {parameter_name(k): v["shape"] for k, v in header.items() if k != "__metadata__"}
     with torch.device("meta"):
         expected = {k: list(v.shape) for k, v in Eagle3Draft(shape).named_parameters()}
@@ -133,7 +145,7 @@ def load_draft(folder: Path) -> "Eagle3Draft | None":
         num_attention_heads=heads,
         num_key_value_heads=layer.get("num_key_value_heads") or heads,
         head_dim=layer.get("head_dim") or H // heads,
-        rope_theta=layer.get("rope_theta", 10000.0),
+        rope_theta=layer["rope_theta"],
         rms_norm_eps=layer["rms_norm_eps"],
         num_aux_layers=found["fc.weight"].shape[1] // H,
         draft_vocab_size=len(found["lm_head.weight"]),

@@ -6,6 +6,7 @@ ranks, and each rank keeps the optimizer state of a part of the parameters (ZeRO
 
 import contextlib
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 from common.cli import UserError, one_line
 
+GLOO = re.compile("gloo|connection", re.I)  # its errors have no class of their own
 T = TypeVar("T")
 
 
@@ -55,11 +57,9 @@ class Ranks:
         nothing is raised; torchrun ends the others within half a minute.)"""
         try:
             yield
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as e:
-            if self.world == 1:
-                raise
+            if not (isinstance(e, dist.DistError) or GLOO.search(str(e))):
+                raise  # of this rank's own
             raise UserError(
                 f"rank {self.rank} has lost another rank ({one_line(e, 150)}): that one was killed,"
                 " or says its reason itself; run the same command again to continue from the last"
@@ -83,6 +83,10 @@ def start_ranks(device: str) -> Ranks:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world == 1:
         return ALONE
+    if "LOCAL_RANK" not in os.environ:
+        raise UserError(
+            "WORLD_SIZE is set but LOCAL_RANK is not; start several processes by torchrun"
+        )
     local = int(os.environ["LOCAL_RANK"])
     if device == "cuda":
         if local >= torch.cuda.device_count():

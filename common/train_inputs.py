@@ -144,6 +144,19 @@ def choose_compute(device: str, dtype: str, float8: bool):
     return device, getattr(torch, dtype)
 
 
+def require_memory(needed_bytes: int) -> None:
+    """UserError when this process's GPU has not so much free."""
+    import torch
+
+    free, _ = torch.cuda.mem_get_info()
+    if needed_bytes > free:
+        raise cli.UserError(
+            f"needs {needed_bytes / 1e9:.1f} GB of GPU memory, activations beside, and"
+            f" {free / 1e9:.1f} GB are free; free it, take a larger GPU, or more of them by"
+            " torchrun, which share the optimizer's state"
+        )
+
+
 def run_settings(args, shape, data: Data, device, dtype, rows_a_step) -> dict:
     """What decides the weights: a resume or a reuse must have the same."""
     names = [

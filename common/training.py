@@ -50,7 +50,10 @@ class Trainer:
     """A draft in training, its weights float32, and how it computes.
 
     Args:
+        products: in the compute dtype, or in float8.
+        optimizers: of the trained parameters; their learning rate is a step's.
         clip: largest norm of a step's gradient.
+        ranks: the processes whose gradients are summed.
     """
 
     def __init__(
@@ -166,12 +169,21 @@ class StepSums:
         }
 
 
-# Dense bfloat16 matrix products, TFLOP/s, from NVIDIA's data sheets.
-PEAK_TFLOPS = {"H100": 989, "H200": 989, "B200": 2250, "A100": 312}
+# Dense bfloat16 matrix products, TFLOP/s, from NVIDIA's data sheets; the first name that fits.
+PEAK_TFLOPS = {
+    "H100 PCIe": 756,
+    "H100 NVL": 835,
+    "H100": 989,
+    "H200": 989,
+    "B200": 2250,
+    "A100": 312,
+    "RTX PRO 6000": 504,
+}
 
 
 def device_use(device: str, flops_per_second: float) -> dict[str, float]:
-    """TFLOP/s, and on a GPU the share of its peak (MFU, %) and the most memory held (GB)."""
+    """TFLOP/s, and on a GPU the share of its peak in bfloat16 (MFU, %), in which float8 products
+    count as much, and the most memory held (GB)."""
     use = {"tflops": round(flops_per_second / 1e12, 3)}
     if device == "cpu":
         return use

@@ -23,7 +23,6 @@ class StepLog:
     Args:
         steps, tokens: the plan, and the tokens of each of its steps.
         begun: steps that earlier runs have done.
-        row_tokens: tokens of a filled-up row, which is what a step computes.
     """
 
     def __init__(
@@ -34,11 +33,10 @@ class StepLog:
         begun: int,
         spent: float,
         trainer: Trainer,
-        row_tokens: int,
         tensorboard: bool,
     ):
         self.steps, self.tokens, self.spent = steps, tokens, spent
-        self.trainer, self.row_tokens = trainer, row_tokens
+        self.trainer = trainer
         self._launched: tuple[int, StepSums, Work, float] | None = None
         self.metrics = self.bar = None
         if trainer.ranks.first:
@@ -73,9 +71,8 @@ class StepLog:
         if self.metrics is not None and self.bar is not None:
             step, tokens = self.steps[number - 1], self.tokens[number - 1]
             shape: DraftShape = self.trainer.draft.shape
-            rows = len(step.rows) * self.row_tokens
             trained = self.trainer.draft.lm_head.weight.requires_grad
-            flops = flops_of_step(shape, rows, work.columns, work.losses, trained)
+            flops = flops_of_step(shape, tokens, work.columns, work.losses, trained)
             device = self.trainer.draft.fc.weight.device.type
             use = device_use(device, flops / seconds / self.trainer.ranks.world)
             speed = {"tokens": tokens, "tokens_per_second": round(tokens / seconds, 1), **use}
@@ -140,6 +137,7 @@ class HeldOut:
     def keep(self) -> None:
         """Remember the weights of now as the best."""
         if self.trainer.ranks.first:
+            self.weights = {}  # two copies would not fit every GPU
             dtype = self.trainer.products.dtype
             self.weights = {
                 name: p.detach().to(dtype if p.dim() == 2 else p.dtype, copy=True)

@@ -114,3 +114,12 @@ def test_a_folder_that_another_run_finished_meanwhile_is_refused(tmp_path):
     artifacts.write_json(tmp_path / artifacts.REPORT, make({"a": 1}, {}, "d", 0))
     with pytest.raises(UserError, match="another run has changed it"):
         artifacts.hold_output(tmp_path, "vocab", {"a": 1}, {}, overwrite=False, state=before)
+
+
+def test_what_an_overwrite_could_not_finish_keeps_its_report(small_disk, tmp_path):
+    """What is left is the earlier run's, and must say so."""
+    (tmp_path / artifacts.REPORT).write_text("{}")
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(OSError):  # noqa: PT011 (a file system is mounted there)
+        artifacts.empty_output(tmp_path)
+    assert (tmp_path / artifacts.REPORT).exists()

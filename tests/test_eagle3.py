@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from common import packed_row
-from common.draft_shape import DraftShape
-from common.eagle3 import Eagle3Draft, initialize
+from common.draft_shape import DraftShape, flops_of_step
+from common.eagle3 import Eagle3Draft, initialize, ttt_states
+from common.loss_table import loss_table
 from common.losses import linear_kl, teacher_probs
 from common.packed_row import make_row
 from common.products import Products
@@ -237,19 +238,86 @@ def test_packing_never_mixes_samples():
     assert torch.allclose(sums, sum(mean_loss(draft, t, r)[1] for r in alone), rtol=1e-5)
 
 
-def test_heldout_chain_needs_every_shallower_depth():
-    """Chain hits are counted per column, and rates follow from them."""
-    t = teacher()
-    row = pack(MULTI_TURN)
-    found = heldout_counts(fresh(shape(), t), PLAIN, t, row)
-    assert found[:, 0].tolist() == counts(row)
-    assert (found[:, 3] <= found[:, 1]).all()
-    assert (found[:, 3] <= found[:, 2]).all()
-    assert (found[1:, 2] <= found[:-1, 3]).all()
-    assert found[0].tolist() == [found[0, 0], found[0, 1], found[0, 0], found[0, 1]]
+def easy_teacher():
+    """Of five tokens, three of them the draft's, so that chance alone hits often."""
+    g = torch.Generator().manual_seed(3)
+    target = torch.tensor([1, 2, 4])
+    head = torch.randn(5, H, generator=g)
+    return Teacher(
+        embed_VH=torch.randn(5, H, generator=g), head_VH=head, head_DH=head[target],
+        norm_H=torch.rand(H, generator=g) + 0.5, eps=1e-6, target_D=target,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", ["answer", "next"])
+def test_hits_are_those_of_each_column_alone(rule):
+    """Held-out hits, chains and training's hits, counted a column at a time."""
+    t = easy_teacher()
+    draft = fresh(shape(vocab_size=5, draft_vocab_size=3), t)
+    samples = [sample(n, [(3, 60 + n), (2, 50), (1, 3)]) for n in range(6)]
+    for s in samples:
+        s["ids"] %= 5
+    held = torch.zeros(DEPTHS, 4, dtype=torch.int64)
+    hits = torch.zeros(DEPTHS)
+    for s in samples:
+        alone = pack([s], rule)
+        states = ttt_states(draft, PLAIN, t.embed_VH, alone)
+        table = loss_table(s["mask"], [0], DEPTHS, rule)
+        normed = s["last"] * (s["last"].pow(2).mean(-1, keepdim=True) + t.eps).rsqrt() * t.norm_H
+        theirs = (normed @ t.head_VH.T).argmax(-1)
+        for column in range(len(s["ids"])):
+            chain = True
+            for k in range(DEPTHS):
+                if not table[k, column]:
+                    continue
+                place = alone.columns_N.tolist().index(column)
+                logits = draft.norm(states[k][place]) @ draft.lm_head.weight.T
+                ours = t.target_D[logits.argmax()]
+                at = column + 2 + k
+                hits[k] += at < len(s["ids"]) and bool(ours == s["ids"][at])
+                hit = bool(ours == theirs[column + 1 + k])
+                held[k] += torch.tensor([1, hit, chain, chain and hit])
+                chain = chain and hit
+    assert held[2, 3] > 2  # there are chains to the end
+    row = pack(samples, rule)
+    assert torch.equal(heldout_counts(draft, PLAIN, t, row), held)
+    assert torch.equal(mean_loss(draft, t, row)[1][1].detach(), hits)
+
+
+def test_acceptance_follows_from_the_counts():
     rates = acceptance(torch.tensor([[10, 6, 10, 6], [8, 5, 5, 4], [6, 4, 4, 1]]))
     assert rates["conditional_accuracy"] == [0.6, 0.8, 0.25]
     assert rates["acceptance_length"] == pytest.approx(1 + 0.6 + 0.48 + 0.12)
+
+
+@pytest.mark.parametrize("train_lm_head", [True, False])
+@pytest.mark.parametrize("norms", [{}, {"norm_before_fc": True}])
+def test_a_steps_operations_are_those_counted(train_lm_head, norms):
+    """flops_of_step against torch's count of the products that run, attention's left out."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    t = teacher()
+    s = shape(**norms)
+    draft = fresh(s, t)
+    draft.lm_head.weight.requires_grad_(train_lm_head)
+    row = pack(MULTI_TURN)
+    products = Products(torch.float32)
+    aten = torch.ops.aten
+
+    def in_place(_sum, a, b, **_):
+        return 2 * a[0] * a[1] * b[1]
+
+    counter = FlopCounterMode(display=False, custom_mapping={aten.addmm_: in_place})
+    with counter:
+        loss, _ = mean_loss(draft, t, row, products=products)
+        loss.backward()
+        products.add_gradients()
+    ran = sum(counter.get_flop_counts()["Global"].get(op, 0) for op in (aten.mm, aten.addmm_))
+    rows = [len(one.at_n) for one in row.losses]
+    counted = flops_of_step(s, len(row.ids_T), len(row.columns_N), rows, train_lm_head)
+    # the teacher's rows are those of all depths together
+    counted += 2 * (len(row.teacher_U) - max(rows)) * H * D
+    assert counted == ran
 
 
 def test_linear_kl_is_kl_with_its_gradient():

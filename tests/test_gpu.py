@@ -1,11 +1,17 @@
 """What runs otherwise on a GPU, against the CPU's plain form: needs one."""
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from common.attention import TTTAttention, attend_by_sample
+from common.hidden_files import hidden_file
+from common.hidden_folder import HiddenFolder
+from common.loading import RowReader, rows_ahead
 from common.losses import linear_kl, teacher_probs
 from common.products import Products
+from common.samples import Sample
 from common.training import Trainer
 from common.ttt_step import heldout_counts, step_loss
 from tests.test_eagle3 import DEPTHS, MULTI_TURN, counts, fresh, pack, sample, shape, teacher
@@ -188,3 +194,31 @@ def test_a_gradient_that_is_not_finite_stays_so_in_float8():
         dy[3, 4] = float(bad)
         found = next(weight_gradients8([[(dy, amax_of([dy]))]], [(x, amax_of([x]))]))
         assert not torch.isfinite(found).any()
+
+
+def test_rows_read_ahead_are_those_read_alone(tmp_path):
+    """Six rows through two buffers, while the GPU is busy with the one before."""
+    lengths = {n: 200 + 13 * n for n in range(6)}
+    samples = {}
+    for n, length in lengths.items():
+        g = np.random.default_rng(n)
+        ids, mask = g.integers(0, 96, length).astype(np.int32), np.arange(length) > 20
+        samples[n] = Sample(n, str(n), ids, mask)
+        tensors = {
+            "token_ids": torch.from_numpy(ids).long(),
+            "hidden_states": torch.from_numpy(g.standard_normal((length, 4, 64))).bfloat16(),
+        }
+        path = hidden_file(tmp_path, n)
+        path.parent.mkdir(exist_ok=True)
+        save_file(tensors, path)
+    settings = {"layers": [0, 1, 2, 3], "hidden_size": 64, "dtype": "bfloat16"}
+    hidden = HiddenFolder(tmp_path, settings, {}, "", lengths, dict.fromkeys(lengths, tmp_path))
+    reader = RowReader(hidden, samples, DEPTHS, "answer", max(lengths.values()), pin=True)
+    busy = torch.randn(4096, 4096, device="cuda")
+    plan = [[n] for n in lengths]
+    for indices, row in zip(plan, rows_ahead(reader, plan, "cuda"), strict=True):
+        for _ in range(20):
+            busy = busy @ busy * 1e-3
+        want = reader.read(indices)
+        for mine, other in zip(row.tensors(), want.tensors(), strict=True):
+            assert torch.equal(mine.cpu(), other)

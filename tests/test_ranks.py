@@ -36,33 +36,82 @@ def alone(tiny_stages, tmp_path_factory):
     return out
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_two_ranks_train_as_one(tiny_stages, alone, tmp_path, optimizer):
-    if optimizer != "adamw":
-        alone = tmp_path / "alone"
-        more = ("--optimizer", optimizer)
-        one = train_args(tiny_stages, alone, *SETTINGS, *more, "--rows-per-step", 2)
-        must(script("04_train.py", *one))
-    out = tmp_path / "two"
-    run = two_ranks(train_args(tiny_stages, out, *SETTINGS, "--optimizer", optimizer))
+def finished(args) -> str:
+    """Run two ranks to the end; returns what they printed."""
+    run = two_ranks(args)
     output, errors = run.communicate(timeout=300)
     assert run.returncode == 0, output + errors
+    return output
+
+
+@pytest.fixture(scope="module")
+def together(tiny_stages, tmp_path_factory):
+    """The run of two ranks; returns (folder, what they printed)."""
+    out = tmp_path_factory.mktemp("together") / "draft"
+    return out, finished(train_args(tiny_stages, out, *SETTINGS))
+
+
+def test_two_ranks_train_as_one(alone, together):
+    out, output = together
     assert output.count("train: held-out acceptance length") == 1
-    # Muon orthogonalizes in bfloat16, which makes a last bit of the gradient a larger one
-    near = 1e-5 if optimizer == "adamw" else 1e-4
-    assert losses(out) == pytest.approx(losses(alone), abs=near)
+    assert losses(out) == pytest.approx(losses(alone), abs=1e-5)
 
 
-def test_one_process_goes_on_where_two_were_stopped(tiny_stages, alone, tmp_path):
+@pytest.mark.parametrize(
+    ("more", "near"),
+    [
+        # Muon orthogonalizes in bfloat16, which makes a last bit of the gradient a larger one
+        (("--optimizer", "muon", "--rows-per-step", 2), 1e-4),
+        # of three rows a rank has one, and none of the single row of an epoch's last step
+        (("--rows-per-step", 3, "--weight-decay", 0.01), 1e-5),
+        # the second rank never has a row
+        (("--rows-per-step", 1, "--epochs", 1, "--max-samples", 12), 1e-5),
+    ],
+)
+def test_two_ranks_train_as_one_otherwise(tiny_stages, tmp_path, more, near):
+    one, two = tmp_path / "one", tmp_path / "two"
+    must(script("04_train.py", *train_args(tiny_stages, one, *SETTINGS, *more)))
+    output = finished(train_args(tiny_stages, two, *SETTINGS, *more))
+    assert losses(two) == pytest.approx(losses(one), abs=near)
+    uneven = more[more.index("--rows-per-step") + 1] % 2 == 1
+    assert ("some wait for the others" in output) == uneven
+
+
+def test_two_ranks_go_on_to_the_same_bits(tiny_stages, together, tmp_path):
+    """One of them alone is asked to stop; both do."""
     out = tmp_path / "draft"
     args = train_args(tiny_stages, out, *SETTINGS)
     run = two_ranks(args)
+    wait_for_steps(run, out)
+    rank_processes(run)[1].send_signal(signal.SIGTERM)
+    _, errors = run.communicate(timeout=300)
+    assert run.returncode != 0
+    assert "saved; run again to continue" in errors
+    assert "continuing after step" in finished(args)
+    draft = "model.safetensors"
+    assert (out / draft).read_bytes() == (together[0] / draft).read_bytes()
+
+
+def wait_for_steps(run: subprocess.Popen, out) -> None:
+    """Return when two steps are noted."""
     metrics = out / "metrics.jsonl"
     deadline = time.monotonic() + 240
     while not (metrics.exists() and metrics.read_bytes().count(b"\n") > 2):
         assert run.poll() is None, run.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def rank_processes(run: subprocess.Popen) -> list[psutil.Process]:
+    """The ranks' processes, in the order of their start."""
+    return [p for p in psutil.Process(run.pid).children() if "04_train.py" in p.cmdline()]
+
+
+def test_one_process_goes_on_where_two_were_stopped(tiny_stages, alone, tmp_path):
+    out = tmp_path / "draft"
+    args = train_args(tiny_stages, out, *SETTINGS)
+    run = two_ranks(args)
+    wait_for_steps(run, out)
     run.send_signal(signal.SIGTERM)
     output, errors = run.communicate(timeout=300)
     assert run.returncode != 0
@@ -81,8 +130,7 @@ def test_a_killed_rank_ends_the_run_clearly(tiny_stages, alone, tmp_path):
         assert run.poll() is None, run.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    ranks = [p for p in psutil.Process(run.pid).children() if "04_train.py" in p.cmdline()]
-    ranks[1].kill()
+    rank_processes(run)[1].kill()
     killed = time.monotonic()
     _, errors = run.communicate(timeout=60)
     assert time.monotonic() - killed < 60

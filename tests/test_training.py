@@ -3,6 +3,9 @@
 import json
 import shutil
 import signal
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
@@ -15,8 +18,9 @@ from common.hidden_folder import open_hidden
 from common.loading import RowReader
 from common.packing import count_work
 from common.samples import read_samples
+from common.training import schedule
 from common.training_log import HeldOut
-from tests.conftest import extract_args, last_line, must, script, train_args
+from tests.conftest import ROOT, extract_args, files_of, last_line, must, script, train_args
 
 
 def metrics(folder) -> list[dict]:
@@ -35,7 +39,7 @@ def judged(tiny_stages, tmp_path_factory):
     """
     out = tmp_path_factory.mktemp("judged") / "draft"
     more = ("--epochs", 5, "--heldout-fraction", 0.3, "--lr", 0.01, "--keep-states", 2,
-            "--save-every", 2, "--tensorboard")  # fmt: skip
+            "--save-every", 2, "--tensorboard", "--compute-dtype", "float32", "--seed", 4)  # fmt: skip
     must(script("04_train.py", *train_args(tiny_stages, out, *more)))
     held = [x for x in metrics(out) if "acceptance_length" in x]
     return out, more, [x["acceptance_length"] for x in held], [x["step"] for x in held]
@@ -142,12 +146,17 @@ def test_an_initial_draft_of_another_map_gives_its_rows(judged, tiny_stages, tmp
     config = json.loads((start / "config.json").read_text())
     layer = config["transformer_layer_config"]
     scaled = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0}
-    for change, tensor, error in [
-        ({"rope_parameters": scaled}, {}, "its rotary embedding is scaled"),
-        ({}, {"layers.0.self_attn.q_proj.bias": torch.zeros(4)}, "q_proj.bias is [4]"),
-        ({}, {"fc.weight": torch.zeros(4, 4)}, "fc.weight is [4, 4]"),
+    aux_ids = {"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}
+    theta = {"rope_parameters": {"rope_theta": 5e5}}
+    for of_layer, of_draft, tensor, error in [
+        ({"rope_parameters": scaled}, {}, {}, "its rotary embedding is scaled"),
+        ({}, {}, {"layers.0.self_attn.q_proj.bias": torch.zeros(4)}, "q_proj.bias is [4]"),
+        ({}, {}, {"fc.weight": torch.zeros(4, 4)}, "fc.weight is [4, 4]"),
+        ({"vocab_size": 5000}, {}, {}, "it is of another verifier"),
+        (theta, {}, {}, "its rope_theta is 500000.0, this draft's"),
+        ({}, aux_ids, {}, "a server calls [1, 2, 9]"),
     ]:
-        changed = config | {"transformer_layer_config": layer | change}
+        changed = config | {"transformer_layer_config": layer | of_layer} | of_draft
         (start / "config.json").write_text(json.dumps(changed))
         save_file(tensors | tensor, start / "model.safetensors")
         out = tmp_path / "kept"
@@ -195,6 +204,84 @@ def test_rows_are_read_into_a_used_buffer(tiny_stages, tmp_path, storage):
     assert row.ids_T[:n].tolist() == [*samples[5].input_ids, *samples[3].input_ids]
     with pytest.raises(ValueError, match="in a row of 512"):
         reader.read(list(range(12)), buffer)
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(tiny_stages, tmp_path):
+    """As one number in a file makes it: no checkpoint, and no state of the steps behind it."""
+    hidden = tmp_path / "hidden"
+    shutil.copytree(tiny_stages["hidden"], hidden)
+    for path in hidden.rglob("hs_*.safetensors"):
+        data = bytearray(path.read_bytes())
+        start = 8 + int.from_bytes(data[:8], "little")
+        begin = start + json.loads(data[8:start])["hidden_states"]["data_offsets"][0]
+        data[begin : begin + 2] = b"\xc0\x7f"  # bfloat16's NaN
+        path.write_bytes(data)
+    out = tmp_path / "draft"
+    result = script("04_train.py", *train_args(tiny_stages | {"hidden": hidden}, out))
+    assert result.returncode == 1
+    assert "the loss of step 1 is nan" in last_line(result)
+    assert not list(out.rglob("*.safetensors"))
+
+
+def test_patience_needs_something_to_measure(tiny_stages, tmp_path):
+    args = train_args(tiny_stages, tmp_path / "d", "--heldout-fraction", 0, "--patience", 1)
+    result = script("04_train.py", *args)
+    assert result.returncode == 1
+    assert "--patience: no sample is held out" in last_line(result)
+
+
+def test_an_overwrite_that_is_killed_early_keeps_the_old_draft(judged, tiny_stages, tmp_path):
+    out = tmp_path / "draft"
+    shutil.copytree(judged[0], out)
+    before = files_of(out)
+    seen = tmp_path / "log"
+    args = train_args(tiny_stages, out, "--overwrite")
+    with open(seen, "w") as log:
+        run = subprocess.Popen(
+            [sys.executable, str(ROOT / "04_train.py"), *map(str, args)], stdout=log, cwd=ROOT
+        )
+        while "M parameters" not in seen.read_text() and run.poll() is None:
+            time.sleep(0.005)
+        run.kill()
+        assert run.wait() == -signal.SIGKILL
+    assert files_of(out) == before
+    assert (out / REPORT).read_bytes() == (judged[0] / REPORT).read_bytes()
+
+
+def test_a_state_without_a_report_is_not_gone_on_with(judged, tiny_stages, tmp_path):
+    """Nothing tells what it is of."""
+    out = tmp_path / "draft"
+    shutil.copytree(judged[0] / "state", out / "state")
+    result = script("04_train.py", *train_args(tiny_stages, out))
+    assert result.returncode == 1
+    assert f"holds state without a {REPORT}" in last_line(result)
+
+
+def test_a_signal_that_comes_twice_at_once_is_one(tmp_path):
+    """As torchrun passes one on that the whole group has had; a later one ends the process."""
+    code = (
+        "import os, signal, time\n"
+        "from common.progress import Stopper\n"
+        "stopper = Stopper()\n"
+        "for _ in range(3): os.kill(os.getpid(), signal.SIGTERM)\n"
+        "print(stopper.code, flush=True)\n"
+        "time.sleep(1.2)\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
+        "print('not reached')\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert run.returncode == 143
+    assert run.stdout.splitlines()[-1] == "143"
+    assert "interrupted again" in run.stderr
+
+
+def test_the_learning_rate_warms_up_and_falls():
+    factors = [schedule(n, 100, 0.1) for n in range(100)]
+    assert factors[:10] == pytest.approx([(n + 1) / 10 for n in range(10)])
+    assert factors[10:] == sorted(factors[10:], reverse=True)
+    assert factors[55] == pytest.approx(0.5)
+    assert 0 < factors[-1] < 0.001
+    assert schedule(0, 1, 0.05) == 1
 
 
 def test_nothing_held_out_serves_the_last_step():
