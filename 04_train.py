@@ -12,18 +12,9 @@ import importlib.util
 import itertools
 import os
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from common import artifacts, cli, progress
-
-if TYPE_CHECKING:
-    from common.draft_shape import DraftShape
-    from common.packing import Step
-    from common.train_inputs import Data
-    from common.verifier import Verifier
 
 STAGE = "train"
 
@@ -141,22 +132,6 @@ def parse_args():
     return args
 
 
-@dataclass(frozen=True)
-class Job:
-    """What a run trains, once everything is checked."""
-
-    report: Callable[..., dict[str, Any]]
-    model: "Verifier"
-    shape: "DraftShape"
-    data: "Data"
-    train: dict[int, int]  # index → tokens
-    held: dict[int, int]
-    steps: list["Step"]
-
-    def step_tokens(self, step: "Step") -> int:
-        return sum(self.train[i] for row in step.rows for i in row)
-
-
 def main() -> None:
     args = parse_args()
     progress.quiet_libraries()
@@ -201,10 +176,10 @@ def main() -> None:
 # ---------------------------------------------------------------- check and plan
 
 
-def check(args, device, dtype, ranks) -> Job | None:
+def check(args, device, dtype, ranks):
     """Check everything that can be known before the training, plan it and hold the output
-    folder; None when there is nothing to do."""
-    from common import draft_shape, export, packing, published, train_inputs, verifier
+    folder; returns its train_setup.Job, None when there is nothing to do."""
+    from common import draft_shape, export, packing, published, train_inputs, train_setup, verifier
 
     out = Path(args.output_dir)
     model = verifier.load_verifier(args.model_path)
@@ -288,7 +263,7 @@ def check(args, device, dtype, ranks) -> Job | None:
     report = functools.partial(artifacts.report, STAGE, settings, inputs)
     if ranks.first:
         artifacts.hold_output(out, STAGE, settings, inputs, args.overwrite, state)
-    return Job(report, model, shape, data, train, held, steps)
+    return train_setup.Job(report, model, shape, data, train, held, steps)
 
 
 def say(ranks, text: str) -> None:
@@ -300,52 +275,25 @@ def say(ranks, text: str) -> None:
 # ---------------------------------------------------------------- work
 
 
-def train_draft(args, job: Job, device, dtype, ranks) -> tuple[dict | None, int, float]:
+def train_draft(args, job, device, dtype, ranks) -> tuple[dict | None, int, float]:
     """Train, going on from the newest state, and export the best epoch's draft; returns its
     held-out measure, the steps taken and their seconds, of all runs."""
     import torch
 
-    from common import checkpoint, export, loading, optimizers, packing, published, training
-    from common.products import Products
-    from common.training_log import HeldOut, StepLog
+    from common import checkpoint, export, loading, packing, train_setup, training
+    from common.training_log import StepLog
 
     out, steps, data = Path(args.output_dir), job.steps, job.data
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-
-    # ---------------------------------------------------------------- load
     began = time.monotonic()
-    teacher, draft = training.build(job.model, job.shape, data.maps[0], device, dtype, args.seed)
-    draft.lm_head.weight.requires_grad_(args.train_lm_head)
-    newest = None if args.overwrite else checkpoint.latest_state(out / "state")
-    if args.init_from and newest is None:
-        taken = published.initialize_from(Path(args.init_from), draft, teacher.target_D)
-        say(ranks, f"train: starts from {args.init_from}, with {taken} rows of its head")
-    optim = optimizers.make_optimizers(
-        draft, args.optimizer, args.lr, args.weight_decay, ranks.world
-    )
-    products = Products(dtype, args.float8)
-    trainer = training.Trainer(draft, products, optim, args.clip, ranks)
-    held_rows = packing.pack_rows(job.held, args.max_batch_tokens, None)
-    lengths = job.train | job.held
-    rows_of_all = [row for step in steps for row in step.rows] + held_rows
-    longest = max(sum(lengths[i] for i in row) for row in rows_of_all)
-    reader, held_reader = (
-        loading.RowReader(
-            data.hidden, data.samples, args.ttt_steps, rule, longest, device == "cuda"
-        )
-        for rule in (args.loss_rule, "answer")
-    )
-    held = HeldOut(trainer, teacher, held_reader, held_rows, args.patience)
-    begun, spent = 0, 0.0
-    if newest is not None:
-        saved, best_weights = checkpoint.load_state(newest, trainer)
-        held.restore(saved, best_weights)
-        begun, spent = saved["step"], saved["seconds"]
+    loaded = train_setup.load(args, job, device, dtype, ranks)
+    trainer, teacher, held, begun = loaded.trainer, loaded.teacher, loaded.held, loaded.begun
+    if begun:
         say(ranks, f"train: continuing after step {begun} of {len(steps)}")
     say(ranks, f"train: loaded in {progress.duration(time.monotonic() - began)}")
     if device == "cuda":
-        training.rehearse(trainer, teacher, reader.read(steps[0].rows[0]).to(device))
+        training.rehearse(trainer, teacher, loaded.reader.read(steps[0].rows[0]).to(device))
         torch.cuda.synchronize()
         say(ranks, f"train: kernels ready after {progress.duration(time.monotonic() - began)}")
     if ranks.first:  # nothing that was there is lost to what fails until here
@@ -353,9 +301,9 @@ def train_draft(args, job: Job, device, dtype, ranks) -> tuple[dict | None, int,
             artifacts.empty_output(out)
         artifacts.write_json(out / artifacts.REPORT, job.report({}, None, 0))
     tokens = list(map(job.step_tokens, steps))
-    log = StepLog(out, steps, tokens, begun, spent, trainer, args.tensorboard)
+    log = StepLog(out, steps, tokens, begun, loaded.spent, trainer, args.tensorboard)
     mine = [row for step in steps[begun:] for row in step.rows[ranks.rank :: ranks.world]]
-    rows = loading.rows_ahead(reader, mine, device)
+    rows = loading.rows_ahead(loaded.reader, mine, device)
     stopper = progress.Stopper()
 
     def end_of_epoch(number: int) -> bool:
@@ -402,7 +350,7 @@ def train_draft(args, job: Job, device, dtype, ranks) -> tuple[dict | None, int,
 
     # ---------------------------------------------------------------- export
     if ranks.first:
-        final = held.weights or {n: p.detach() for n, p in draft.named_parameters()}
+        final = held.weights or {n: p.detach() for n, p in trainer.draft.named_parameters()}
         d2t, t2d = map(torch.from_numpy, data.maps)
         depths, aux = args.ttt_steps, data.layers[:-1]
         export.export_draft(out, job.shape, final, job.model, aux, depths, d2t, t2d, dtype)

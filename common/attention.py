@@ -122,7 +122,8 @@ def attend_by_sample(
     own: list[tuple[torch.Tensor, torch.Tensor]],
     row: PackedRow,
 ) -> torch.Tensor:
-    """The same as plain products and a softmax, a sample at a time."""
+    """One depth's attention output [N, h, d] by plain products and a softmax, a sample at a time;
+    `own` holds the columns' keys and values [N, g, d] of the depths from 1 on."""
     times, scale = q_Nhd.shape[1] // k_Tgd.shape[1], q_Nhd.shape[-1] ** -0.5
 
     def heads(x: torch.Tensor) -> torch.Tensor:

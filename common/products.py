@@ -109,6 +109,7 @@ def weight_gradients(dys: list[list[Operand]], xs: list[Operand]) -> Iterator[to
 
 
 def joined(parts: list[Operand]) -> torch.Tensor:
+    """The matrices below each other, [all N, .]."""
     return parts[0].values if len(parts) == 1 else torch.cat([x.values for x in parts])
 
 

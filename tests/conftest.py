@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,25 @@ def must(result: subprocess.CompletedProcess) -> subprocess.CompletedProcess:
     """The process, which must have succeeded."""
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     return result
+
+
+def killed(name, args, ready, sig) -> subprocess.CompletedProcess:
+    """Run a script and send it a signal (0: none) as soon as `ready` says so."""
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / name), *map(str, args)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+    deadline = time.monotonic() + 240
+    while process.poll() is None and not ready() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    if sig:
+        assert process.poll() is None, "ended too early: " + process.communicate()[1][-2000:]
+        process.send_signal(sig)
+    out, err = process.communicate(timeout=120)
+    return subprocess.CompletedProcess(args, process.returncode, out, err)
 
 
 def last_line(result: subprocess.CompletedProcess) -> str:

@@ -12,8 +12,7 @@ import urllib.request
 import pytest
 
 from common.asking import Answer, Conversation, Done, joined, line_of, split_reasoning
-from tests.conftest import ROOT, last_line, must, script, write_jsonl
-from tests.test_scripts import killed
+from tests.conftest import ROOT, killed, last_line, must, script, write_jsonl
 
 TOOL = "tools/regenerate_responses.py"
 

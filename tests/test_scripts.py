@@ -5,16 +5,14 @@ import json
 import os
 import signal
 import subprocess
-import sys
-import time
 
 import pytest
 
 from common.artifacts import REPORT
 from tests.conftest import (
-    ROOT,
     extract_args,
     files_of,
+    killed,
     last_line,
     must,
     script,
@@ -137,25 +135,6 @@ def test_evaluation_serves_the_draft_both_ways(tiny_stages, tmp_path):
     broken = script("tools/evaluate_draft.py", *args)
     assert broken.returncode == 1
     assert "not a whole safetensors file" in last_line(broken)
-
-
-def killed(name, args, ready, sig) -> subprocess.CompletedProcess:
-    """Run a script and send it a signal (0: none) as soon as `ready` says so."""
-    process = subprocess.Popen(
-        [sys.executable, str(ROOT / name), *map(str, args)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-    )
-    deadline = time.monotonic() + 240
-    while process.poll() is None and not ready() and time.monotonic() < deadline:
-        time.sleep(0.005)
-    if sig:
-        assert process.poll() is None, "ended too early: " + process.communicate()[1][-2000:]
-        process.send_signal(sig)
-    out, err = process.communicate(timeout=120)
-    return subprocess.CompletedProcess(args, process.returncode, out, err)
 
 
 def test_extraction_that_is_asked_to_stop_resumes_to_the_same_bytes(tiny_stages, tmp_path):

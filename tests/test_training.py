@@ -20,7 +20,7 @@ from common.packing import count_work
 from common.samples import read_samples
 from common.training import schedule
 from common.training_log import HeldOut
-from tests.conftest import ROOT, extract_args, files_of, last_line, must, script, train_args
+from tests.conftest import ROOT, extract_args, files_of, killed, last_line, must, script, train_args
 
 
 def metrics(folder) -> list[dict]:
@@ -39,7 +39,8 @@ def judged(tiny_stages, tmp_path_factory):
     """
     out = tmp_path_factory.mktemp("judged") / "draft"
     more = ("--epochs", 5, "--heldout-fraction", 0.3, "--lr", 0.01, "--keep-states", 2,
-            "--save-every", 2, "--tensorboard", "--compute-dtype", "float32", "--seed", 4)  # fmt: skip
+            "--save-every", 2, "--tensorboard", "--compute-dtype", "float32",
+            "--seed", 4)  # fmt: skip
     must(script("04_train.py", *train_args(tiny_stages, out, *more)))
     held = [x for x in metrics(out) if "acceptance_length" in x]
     return out, more, [x["acceptance_length"] for x in held], [x["step"] for x in held]
@@ -96,8 +97,6 @@ def test_a_resume_knows_the_best_epoch(judged, tiny_stages, tmp_path, lost):
 
 
 def test_a_stop_is_heard_when_every_step_saves(tiny_stages, tmp_path):
-    from tests.test_scripts import killed
-
     out = tmp_path / "draft"
     args = train_args(tiny_stages, out, "--save-every", 1, "--epochs", 40)
 
