@@ -126,7 +126,7 @@ def main() -> None:
             file.write(data.getvalue())
             file.flush()
         # before the files have their names: a map without a report is taken for somebody else's
-        digest = artifacts.sha256_json([artifacts.sha256_file(Path(f.name)) for f in files])
+        digest = vocab.files_hash(Path(f.name) for f in files)
         seconds = time.monotonic() - started
         artifacts.write_json(
             out / artifacts.REPORT,

@@ -146,7 +146,7 @@ def main() -> None:
     todo_bytes = sum(hidden_files.file_bytes(lengths[i], *shape) for _, m in todo for i in m)
     lines = preflight.work_lines(args, units, lengths, done, storage, todo_bytes, out)
     preflight.check_plan(args, model, weights, settings, lines)
-    artifacts.require_space(out, todo_bytes, args.overwrite)
+    artifacts.require_space(out, todo_bytes, args.overwrite, "lower --max-samples")
     if args.dry_run:
         progress.log("extract: dry run, every check passed; nothing was loaded or written")
         return

@@ -179,7 +179,16 @@ def main() -> None:
 def check(args, device, dtype, ranks):
     """Check everything that can be known before the training, plan it and hold the output
     folder; returns its train_setup.Job, None when there is nothing to do."""
-    from common import draft_shape, export, packing, published, train_inputs, train_setup, verifier
+    from common import (
+        checkpoint,
+        draft_shape,
+        export,
+        packing,
+        published,
+        train_inputs,
+        train_setup,
+        verifier,
+    )
 
     out = Path(args.output_dir)
     model = verifier.load_verifier(args.model_path)
@@ -206,9 +215,7 @@ def check(args, device, dtype, ranks):
     earlier_rows = None if args.overwrite else artifacts.held(out, "settings", "rows_per_step")
     rows_a_step = args.rows_per_step or earlier_rows or ranks.world
     settings = train_inputs.run_settings(args, shape, data, device, dtype, rows_a_step)
-    # the others see what the first has left
-    overwrite = args.overwrite and (ranks.first or args.dry_run)
-    state = artifacts.earlier_run(out, STAGE, settings, inputs, overwrite)
+    state = artifacts.earlier_run(out, STAGE, settings, inputs, args.overwrite)
     if state == "complete":
         say(ranks, f"train: {out} is complete (--overwrite makes it again)")
         return None
@@ -252,9 +259,13 @@ def check(args, device, dtype, ranks):
         f" {memory / 1e9:.2f} GB of memory, activations beside",
     )
     there_bytes = sum(p.stat().st_size for p in out.rglob("*.safetensors"))
-    artifacts.require_space(out, needed - (0 if args.overwrite else there_bytes), args.overwrite)
+    there_bytes = 0 if args.overwrite else there_bytes
+    remedy = "lower --keep-states"
+    artifacts.require_space(out, needed - there_bytes, args.overwrite, remedy)
     if device == "cuda":
         train_inputs.require_memory(memory)
+    if ranks.first and not args.overwrite:
+        checkpoint.check_state(out / "state", len(steps))
     if ranks.first:  # last, for it takes seconds
         export.speculators_draft(shape, model, aux, args.ttt_steps, dtype)
     if args.dry_run:
@@ -301,7 +312,7 @@ def train_draft(args, job, device, dtype, ranks) -> tuple[dict | None, int, floa
             artifacts.empty_output(out)
         artifacts.write_json(out / artifacts.REPORT, job.report({}, None, 0))
     tokens = list(map(job.step_tokens, steps))
-    log = StepLog(out, steps, tokens, begun, loaded.spent, trainer, args.tensorboard)
+    log = StepLog(out, steps, tokens, begun, loaded.spent, trainer, loaded.reader, args.tensorboard)
     mine = [row for step in steps[begun:] for row in step.rows[ranks.rank :: ranks.world]]
     rows = loading.rows_ahead(loaded.reader, mine, device)
     stopper = progress.Stopper()

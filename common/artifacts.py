@@ -159,9 +159,16 @@ def check_ours(folder: Path) -> None:
 def empty_output(folder: Path, *keep: str) -> None:
     """For --overwrite alone: delete what an earlier run left, when this one is about to write.
 
-    The report goes last: what a kill leaves is still the earlier run's, and says so.
+    What a kill leaves is still the earlier run's and says so, but never that it is complete: the
+    report goes last, and first what that run would go on with, and what it must hold.
     """
-    for path in sorted(folder.iterdir(), key=lambda path: path.name == REPORT):
+    first = [*RESUMED, *(name for names in PRODUCTS.values() for name in names)]
+
+    def order(path: Path) -> int:
+        last = len(first) + (path.name == REPORT)
+        return first.index(path.name) if path.name in first else last
+
+    for path in sorted(folder.iterdir(), key=order):
         if path.name in (LOCK, *keep):
             continue
         if path.is_dir() and not path.is_symlink():
@@ -185,7 +192,7 @@ def free_space(folder: Path) -> int:
     return shutil.disk_usage(there).free
 
 
-def require_space(folder: Path, needed_bytes: int, overwrite: bool) -> None:
+def require_space(folder: Path, needed_bytes: int, overwrite: bool, remedy: str) -> None:
     """UserError when the file system of `folder` cannot be written, or has less free than needed;
     what --overwrite will delete counts as free."""
     there = next(p for p in [folder, *folder.parents] if p.exists())
@@ -197,7 +204,7 @@ def require_space(folder: Path, needed_bytes: int, overwrite: bool) -> None:
     if needed_bytes > free:
         raise UserError(
             f"{folder}: needs {needed_bytes / 1e9:.2f} GB, the disk has {free / 1e9:.2f} GB free;"
-            " free space, choose another --output-dir or lower --max-samples"
+            f" free space, choose another --output-dir or {remedy}"
         )
 
 
@@ -246,7 +253,6 @@ def report(
 ) -> dict[str, Any]:
     """Build a stage report; `data_sha256` is None while the stage is in progress."""
     complete = data_sha256 is not None
-    meaning = {"stage": stage, "settings": settings, "inputs": inputs, "data": data_sha256}
     return {
         "format_version": FORMAT_VERSION,
         "stage": stage,
@@ -255,10 +261,18 @@ def report(
         "inputs": inputs,
         "counts": counts,
         **extra,
-        "content_sha256": sha256_json(meaning) if complete else None,
+        "content_sha256": content_hash(stage, settings, inputs, data_sha256) if complete else None,
         "elapsed_seconds": round(elapsed_seconds, 2),
         "versions": versions(),
     }
+
+
+def content_hash(
+    stage: str, settings: dict[str, Any], inputs: dict[str, Any], data_sha256: str | None
+) -> str:
+    """Hash of a stage's data and of all that gives them their meaning."""
+    meaning = {"stage": stage, "settings": settings, "inputs": inputs, "data": data_sha256}
+    return sha256_json(meaning)
 
 
 def read_report(folder: Path, stage: str) -> dict[str, Any]:

@@ -4,7 +4,7 @@ state/step_<n>/weights.safetensors   float32 weights; those of the best epoch, w
                                      earlier one, under `best/<parameter>`, as they are served
 state/step_<n>/moments-<rank>.safetensors  a rank's part of the optimizer's state, float32, under
                                      `<moment>/<parameter>`; any number of ranks can go on
-state/step_<n>/state.json            step, counters, number of parts
+state/step_<n>/state.json            step, counters, and the files' xxh3_128
 
 A folder has its final name only when all files are whole.
 """
@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from safetensors import SafetensorError
 
 from common.artifacts import fsync_folder, read_json, write_json
 from common.cli import UserError
 from common.optimizers import moments, restore_moments
+from common.progress import log
 from common.training import Trainer
-from common.verifier import safetensors_header
 
 WEIGHTS = "weights.safetensors"
 MOMENTS = "moments-{}.safetensors"
@@ -70,7 +71,8 @@ def save_state(
         )
     if not ranks.first:
         return
-    write_json(partial / "state.json", {"step": step, "parts": ranks.world, **counters})
+    checksums = {path.name: checksum(path) for path in partial.iterdir()}
+    write_json(partial / "state.json", {"step": step, "checksums": checksums, **counters})
     fsync_folder(partial)
     final = folder / f"step_{step}"
     shutil.rmtree(final, ignore_errors=True)
@@ -100,28 +102,65 @@ def whole_states(folder: Path) -> list[Path]:
     return [p for p in named if (p / "state.json").is_file()]
 
 
+def checksum(path: Path) -> str:
+    """xxh3_128 of a file's bytes."""
+    found = xxhash.xxh3_128()
+    with open(path, "rb") as f:
+        while part := f.read(1 << 24):
+            found.update(part)
+    return found.hexdigest()
+
+
 def latest_state(folder: Path) -> Path | None:
     """The newest whole state, or None."""
     return max(whole_states(folder), key=step_of, default=None)
 
 
-def load_state(path: Path, trainer: Trainer) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Restore weights and moments in place; returns (state.json's content, `best` as saved, on the
-    first rank)."""
-    from safetensors import safe_open
+def check_state(folder: Path, steps: int) -> None:
+    """UserError where the newest state is damaged, see check_whole; says which folders are no
+    whole states."""
+    for other in folder.glob("step_*"):
+        if not (other / "state.json").is_file():
+            log(f"train: note: {other} has no state.json, it is left aside")
+    newest = latest_state(folder)
+    if newest is not None:
+        check_whole(newest, steps)
 
+
+def check_whole(path: Path, steps: int) -> None:
+    """UserError where a state is not as it was written, or not of a run of so many steps."""
     try:
         found = read_json(path / "state.json")
-        if not isinstance(found.get("step"), int) or not isinstance(found.get("parts"), int):
+        best, sums = found.get("best"), found.get("checksums")
+        counters = [found.get("step"), found.get("measured")]
+        if best is not None:
+            counters += [best.get("step"), best.get("epoch")] if isinstance(best, dict) else [None]
+        if not all(isinstance(x, int) and x >= 0 for x in counters):
             raise UserError("state.json lacks its counters")
-        parts = [path / MOMENTS.format(rank) for rank in range(found["parts"])]
-        for file in [path / WEIGHTS, *parts]:
-            safetensors_header(file)
+        if found["step"] != step_of(path) or not 1 <= found["step"] <= steps:
+            raise UserError(f"state.json is of step {found['step']}, of {steps}")
+        if not isinstance(found.get("seconds"), int | float) or not isinstance(sums, dict):
+            raise UserError("state.json lacks its seconds or checksums")
+        names = [WEIGHTS, *(MOMENTS.format(rank) for rank in range(len(sums) - 1))]
+        if sorted(sums) != sorted(names):
+            raise UserError("state.json names other files")
+        for name in names:
+            if checksum(path / name) != sums[name]:
+                raise UserError(f"{name} is not what was written")
     except (UserError, OSError) as e:
         raise UserError(
             f"{path}: the state is damaged ({e}); delete that folder and run the same command"
             " again, which goes on from an older state or starts over"
         ) from None
+
+
+def load_state(path: Path, trainer: Trainer) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Restore weights and moments in place, of a state that check_state has passed; returns
+    (state.json's content, `best` as saved, on the first rank)."""
+    from safetensors import safe_open
+
+    found = read_json(path / "state.json")
+    parts = [path / name for name in sorted(found["checksums"]) if name != WEIGHTS]
     best = {}
     with safe_open(path / WEIGHTS, framework="pt") as f, torch.no_grad():
         sizes = {name: tuple(f.get_slice(name).get_shape()) for name in f.keys()}  # noqa: SIM118

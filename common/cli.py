@@ -45,13 +45,28 @@ def nearest(word: str, known: list[str]) -> str:
 def json_object(text: str | dict) -> dict:
     """Argparse type of flags that take a JSON object (a mapping in the YAML)."""
     if isinstance(text, dict):
+        if not all(isinstance(key, str) for key in text):
+            raise argparse.ArgumentTypeError("its keys are not all text")
         return text
     try:
         value = json.loads(text)
     except json.JSONDecodeError as e:
         raise argparse.ArgumentTypeError(f"not JSON: {e}") from None
+    except RecursionError:
+        raise argparse.ArgumentTypeError("is nested too deeply") from None
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError("not a JSON object")
+    return value
+
+
+def seed(text: str) -> int:
+    """Argparse type: a number that every generator takes."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = -1
+    if not 0 <= value < 2**32:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to 2^32 - 1")
     return value
 
 
@@ -190,7 +205,7 @@ class Parser(argparse.ArgumentParser):
             "--engine-args": dict(
                 type=json_object, default={}, metavar="JSON", help="more arguments of vLLM's engine"
             ),
-            "--seed": dict(type=int, default=0, help="seed of what is random (01, 02: nothing)"),
+            "--seed": dict(type=seed, default=0, help="seed of what is random (01, 02: nothing)"),
             "--dry-run": dict(action="store_true", help="check everything, print the plan, stop"),
             "--overwrite": dict(action="store_true", help="replace what the output folder holds"),
             "--trust-remote-code": dict(
@@ -233,12 +248,24 @@ class Parser(argparse.ArgumentParser):
         """Return the values of `common` and this script's section, checked as flags are."""
         import yaml
 
+        class Loader(yaml.SafeLoader):
+            """Refuses a key that is there twice, of which yaml takes the last."""
+
+            def construct_mapping(self, node, deep=False):
+                keys = [key.value for key, _ in node.value]
+                for key in keys:
+                    if keys.count(key) > 1:
+                        raise yaml.YAMLError(f"{key} is there twice, {node.start_mark}")
+                return super().construct_mapping(node, deep)
+
         try:
-            text = yaml.safe_load(path.read_text(encoding="utf-8"))
+            text = yaml.load(path.read_text(encoding="utf-8"), Loader)
         except OSError as e:
             self.error(f"--config {path}: {e.strerror}")
         except (yaml.YAMLError, UnicodeDecodeError) as e:
             self.error(f"{path}: not YAML: {' '.join(str(e).split())}")
+        except RecursionError:
+            self.error(f"{path}: not YAML: it is nested too deeply")
         if not isinstance(text, dict):
             self.error(f"{path}: expected sections {', '.join(SECTIONS)}")
         flags = self.flags()
@@ -252,7 +279,7 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"{path}: section {section} is not a mapping of keys to values")
             if section not in ("common", self.section):
                 continue
-            known = list(COMMON_KEYS) if section == "common" else [f for f in flags]
+            known = list(COMMON_KEYS if section == "common" else flags.keys() - {"config"})
             for key, value in (keys or {}).items():
                 if key not in known:
                     self.error(f"{path}: unknown key {section}.{key}{nearest(str(key), known)}")
@@ -270,8 +297,12 @@ class Parser(argparse.ArgumentParser):
         if many != isinstance(value, list):
             self.error(f"{where}: expected {'a list' if many else 'one value'}, found {value!r}")
         kind: Callable = action.type if callable(action.type) else str
+        if value == []:
+            self.error(f"{where}: the list is empty; leave the key out for the default")
         out = []
         for item in value if many else [value]:
+            if isinstance(item, list) or (isinstance(item, dict) and kind is not json_object):
+                self.error(f"{where}: expected one value, found {item!r}")
             try:
                 item = kind(item if isinstance(item, dict) else str(item))
             except (ValueError, argparse.ArgumentTypeError) as e:

@@ -1,6 +1,7 @@
 """The draft's shape: what decides its architecture, from --draft-shape and the verifier."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from common.cli import UserError, nearest
 from common.verifier import Verifier
@@ -47,7 +48,8 @@ def draft_shape(
     unknown = [k for k in given if k not in SHAPE_KEYS]
     if unknown:
         raise UserError(
-            f"--draft-shape: unknown key {unknown[0]}{nearest(unknown[0], list(SHAPE_KEYS))}"
+            f"--draft-shape: unknown key {unknown[0]}"
+            f"{nearest(unknown[0], list(SHAPE_KEYS)) or '; known are ' + ', '.join(SHAPE_KEYS)}"
         )
     if given.get("hidden_size", verifier.hidden_size) != verifier.hidden_size:
         raise UserError(
@@ -56,32 +58,32 @@ def draft_shape(
         )
     rope = verifier.text.get("rope_parameters") or {}
     default = {"rms_norm_eps": verifier.rms_norm_eps, "rope_theta": 10000.0}
-    default |= {k: v for k, v in {**verifier.text, **rope}.items() if k in SHAPE_KEYS}
-    values = default | given
-    try:
-        heads = int(values["num_attention_heads"])
-        if heads < 1:
-            raise ValueError("num_attention_heads")
-        values.setdefault("num_key_value_heads", heads)
-        values.setdefault("head_dim", verifier.hidden_size // heads)
-        shape = DraftShape(
-            hidden_size=verifier.hidden_size,
-            intermediate_size=int(values["intermediate_size"]),
-            num_attention_heads=heads,
-            num_key_value_heads=int(values["num_key_value_heads"]),
-            head_dim=int(values["head_dim"]),
-            rope_theta=float(values["rope_theta"]),
-            rms_norm_eps=float(values["rms_norm_eps"]),
-            num_aux_layers=num_aux_layers,
-            draft_vocab_size=draft_vocab_size,
-            vocab_size=verifier.vocab_size,
-            **norms,
-        )
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as e:
-        raise UserError(f"--draft-shape: missing or not a number: {e}") from None
-    for name in ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"):
-        if getattr(shape, name) < 1:
-            raise UserError(f"--draft-shape: {name} must be at least 1")
+    default |= {k: v for k, v in {**verifier.text, **rope}.items() if k in SHAPE_KEYS and v}
+    values: dict[str, Any] = default | given
+
+    def number(name: str, *kinds: type) -> Any:
+        value: Any = values.get(name)
+        if type(value) not in kinds or value < (1 if kinds == (int,) else 0):
+            what = "a whole number of at least 1" if kinds == (int,) else "a number over 0"
+            raise UserError(f"--draft-shape: {name} must be {what}, is {value!r}")
+        return value
+
+    heads = number("num_attention_heads", int)
+    values.setdefault("num_key_value_heads", heads)
+    values.setdefault("head_dim", verifier.hidden_size // heads)
+    shape = DraftShape(
+        hidden_size=verifier.hidden_size,
+        intermediate_size=number("intermediate_size", int),
+        num_attention_heads=heads,
+        num_key_value_heads=number("num_key_value_heads", int),
+        head_dim=number("head_dim", int),
+        rope_theta=float(number("rope_theta", int, float)),
+        rms_norm_eps=float(number("rms_norm_eps", int, float)),
+        num_aux_layers=num_aux_layers,
+        draft_vocab_size=draft_vocab_size,
+        vocab_size=verifier.vocab_size,
+        **norms,
+    )
     if shape.head_dim % 2 or not 0 < shape.rms_norm_eps < 1 or not 1 < shape.rope_theta < 1e12:
         raise UserError(
             "--draft-shape: needs an even head_dim, 0 < rms_norm_eps < 1, rope_theta > 1"

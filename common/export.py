@@ -116,6 +116,8 @@ def export_draft(
     shutil.rmtree(partial, ignore_errors=True)
     try:
         model.save_pretrained(partial, state_dict=tensors)
+        # safetensors writes for its user alone; a server may be another
+        (partial / "model.safetensors").chmod((partial / "config.json").stat().st_mode)
         for name in DRAFT:
             with open(partial / name, "rb") as f:
                 os.fsync(f.fileno())

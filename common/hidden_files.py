@@ -17,6 +17,7 @@ import struct
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import xxhash
 
 from common.artifacts import atomic_file
@@ -135,7 +136,10 @@ def check_hidden_file(
     """The file's header; UserError unless it is whole and of the shape that the report promises."""
     if not path.is_file():
         raise UserError(f"{path}: missing; run 03 again, it makes what is missing")
-    header = safetensors_header(path)
+    try:
+        header = safetensors_header(path)
+    except UserError as e:
+        raise UserError(f"{e}: delete it and run 03 again") from None
     want: dict[str, tuple[list[int], str]] = {
         "hidden_states": ([tokens, num_layers, hidden_size], SAFETENSORS_DTYPES[dtype]),
         "token_ids": ([tokens], "I64"),
@@ -150,6 +154,16 @@ def check_hidden_file(
                 f" {shape}; delete it and run 03 again"
             )
     return header
+
+
+def check_token_ids(path: Path, header: dict[str, Any], input_ids: np.ndarray) -> None:
+    """UserError unless a checked file, whose header this is, is of these ids."""
+    first, end = header["token_ids"]["data_offsets"]
+    with open(path, "rb") as f:
+        f.seek(8 + int.from_bytes(f.read(8), "little") + first)
+        stored = np.frombuffer(f.read(end - first), dtype=np.int64)
+    if not np.array_equal(stored, input_ids):
+        raise UserError(f"{path}: its token_ids are not the sample's; delete it and run 03 again")
 
 
 def read_hidden(path: Path, first: int | None = None) -> "tuple[torch.Tensor, torch.Tensor]":

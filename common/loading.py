@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from common.cli import UserError
+from common.hidden_files import read_hidden
 from common.hidden_folder import HiddenFolder
 from common.packed_row import FILL, PackedRow, make_row
 from common.samples import Sample
@@ -110,7 +111,17 @@ class RowReader:
                 f.seek(data + header[name]["data_offsets"][0])
                 read_into(f, tensor, path)
         if not torch.equal(ids, torch.from_numpy(self.samples[index].input_ids).long()):
-            raise UserError(f"{path}: its token_ids are not the sample's; delete it, run 03")
+            raise UserError(
+                f"{path}: its token_ids are not the sample's; delete it and run 03 again"
+            )
+
+    def check_finite(self, indices: list[int]) -> None:
+        """UserError where a sample's states are not finite."""
+        for index in indices:
+            path = self.hidden.file(index)
+            states_TLH, _ = read_hidden(path)
+            if not torch.isfinite(states_TLH).all():
+                raise UserError(f"{path}: its states are not finite; delete it and run 03 again")
 
 
 def read_into(f: FileIO, tensor: torch.Tensor, path: Path) -> None:

@@ -68,7 +68,7 @@ def pack_rows(lengths: dict[int, int], budget: int, shuffle: int | None) -> list
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step: the rows of samples that it trains on."""
+    """One optimizer step: its epoch, from 1, and the rows of samples that it trains on."""
 
     epoch: int
     rows: list[list[int]]
@@ -82,7 +82,7 @@ def plan_steps(
     for epoch in range(epochs):
         rows = pack_rows(lengths, budget, seed * 100_003 + epoch)
         groups = [rows[at : at + rows_a_step] for at in range(0, len(rows), rows_a_step)]
-        steps += [Step(epoch, group) for group in groups]
+        steps += [Step(epoch + 1, group) for group in groups]
     return steps
 
 

@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from common.cli import UserError, one_line
+from common.cli import UserError
 
 GLOO = re.compile("gloo|connection", re.I)  # its errors have no class of their own
 T = TypeVar("T")
@@ -61,9 +61,8 @@ class Ranks:
             if not (isinstance(e, dist.DistError) or GLOO.search(str(e))):
                 raise  # of this rank's own
             raise UserError(
-                f"rank {self.rank} has lost another rank ({one_line(e, 150)}): that one was killed,"
-                " or says its reason itself; run the same command again to continue from the last"
-                " state"
+                f"rank {self.rank} has lost another rank: that one was killed, or says its reason"
+                " itself; run the same command again to continue from the last state"
             ) from None
 
     def agree(self, ok: bool) -> bool:
@@ -80,12 +79,14 @@ ALONE = Ranks()
 
 def start_ranks(device: str) -> Ranks:
     """Join the other processes that torchrun started, if it did."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world == 1:
+    world = os.environ.get("WORLD_SIZE", "1")
+    if world == "1":
         return ALONE
-    if "LOCAL_RANK" not in os.environ:
+    places = [os.environ.get(name, "") for name in ("RANK", "LOCAL_RANK", "MASTER_PORT")]
+    if not all(x.isdecimal() for x in [world, *places]) or "MASTER_ADDR" not in os.environ:
         raise UserError(
-            "WORLD_SIZE is set but LOCAL_RANK is not; start several processes by torchrun"
+            f"WORLD_SIZE is {world}, but the rest of what torchrun sets is not there; start several"
+            " processes by torchrun, or unset it"
         )
     local = int(os.environ["LOCAL_RANK"])
     if device == "cuda":
@@ -97,4 +98,4 @@ def start_ranks(device: str) -> Ranks:
         torch.cuda.set_device(local)
     # the first rank's checks of a large data set are waited for
     dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timedelta(hours=2))
-    return Ranks(dist.get_rank(), world)
+    return Ranks(dist.get_rank(), int(world))

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from common import artifacts, cli, vocab
-from common.hidden_files import check_hidden_file
+from common.hidden_files import check_hidden_file, check_token_ids
 from common.hidden_folder import HiddenFolder, open_hidden
 from common.samples import FILE, Sample, prepared_folder, prepared_identity, read_samples
 from common.verifier import Verifier, fingerprint
@@ -92,7 +92,9 @@ def read_samples_of(args, prepared: Path, hidden, model) -> dict[int, Sample]:
     found = {s.index: s for s in read_samples(prepared, count, model.vocab_size, there)}
     for sample in found.values():
         size = len(sample.input_ids)
-        check_hidden_file(hidden.file(sample.index), size, *hidden.shape)
+        path = hidden.file(sample.index)
+        header = check_hidden_file(path, size, *hidden.shape)
+        check_token_ids(path, header, sample.input_ids)
         for flag, most in (
             ("--max-batch-tokens", args.max_batch_tokens),
             ("--max-seq-len", args.max_seq_len),

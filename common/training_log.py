@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from common import ttt_step
+from common.cli import UserError
 from common.curves import Metrics
 from common.draft_shape import DraftShape, flops_of_step
 from common.loading import RowReader
@@ -23,6 +24,7 @@ class StepLog:
     Args:
         steps, tokens: the plan, and the tokens of each of its steps.
         begun: steps that earlier runs have done.
+        reader: of the steps' rows.
     """
 
     def __init__(
@@ -33,8 +35,10 @@ class StepLog:
         begun: int,
         spent: float,
         trainer: Trainer,
+        reader: RowReader,
         tensorboard: bool,
     ):
+        self.reader = reader
         self.steps, self.tokens, self.spent = steps, tokens, spent
         self.trainer = trainer
         self._launched: tuple[int, StepSums, Work, float] | None = None
@@ -60,12 +64,18 @@ class StepLog:
 
     def settle(self) -> bool:
         """Wait for the step launched last, and note it; returns whether any rank was asked to
-        stop before it. UserError where its loss or gradient is not finite."""
+        stop before it. UserError where its loss or gradient is not finite, which names the file
+        that is to blame, if one is."""
         if self._launched is None:
             return False
         number, sums, work, lr = self._launched
         self._launched = None
-        found = sums.metrics(number, work.losses)
+        try:
+            found = sums.metrics(number, work.losses)
+        except UserError:
+            for row in self.steps[number - 1].rows:
+                self.reader.check_finite(row)
+            raise
         seconds, self._last = time.monotonic() - self._last, time.monotonic()
         self.spent += seconds
         if self.metrics is not None and self.bar is not None:
@@ -77,9 +87,7 @@ class StepLog:
             use = device_use(device, flops / seconds / self.trainer.ranks.world)
             speed = {"tokens": tokens, "tokens_per_second": round(tokens / seconds, 1), **use}
             self.metrics.note({"step": number, "epoch": step.epoch, **found, "lr": lr, **speed})
-            text = (
-                f"step {number}/{len(self.steps)} epoch {step.epoch + 1} loss {found['loss']:.3f}"
-            )
+            text = f"step {number}/{len(self.steps)} epoch {step.epoch} loss {found['loss']:.3f}"
             text += " acc " + " ".join(f"{a:.3f}" for a in found["accuracy_by_depth"])
             self.bar.add(tokens, text + "".join(f" {k} {v}" for k, v in use.items()))
         return sums.stop
@@ -89,7 +97,7 @@ class StepLog:
         if self.metrics is not None:
             self.metrics.note({"step": number, "epoch": epoch, **heldout})
             log(
-                f"train: epoch {epoch + 1} held-out accuracy {heldout['heldout_accuracy']}"
+                f"train: epoch {epoch} held-out accuracy {heldout['heldout_accuracy']}"
                 f" acceptance length {heldout['acceptance_length']}"
             )
 

@@ -5,12 +5,18 @@ t2d bool [target_vocab]: whether a target token has a draft id. Draft ids ascend
 target ids.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
 
-from common.artifacts import atomic_file
+from common.artifacts import (
+    atomic_file,
+    content_hash,
+    read_report,
+    sha256_file,
+    sha256_json,
+)
 from common.cli import UserError, weight_of
 from common.samples import prepared_folder
 
@@ -102,29 +108,44 @@ def build_map(chosen: np.ndarray, target_vocab_size: int) -> tuple[np.ndarray, n
     return d2t, t2d
 
 
+def files_hash(files: Iterable[Path]) -> str:
+    """Hash of a map's files, d2t's and t2d's, as the report's content holds it."""
+    return sha256_json([sha256_file(path) for path in files])
+
+
 def load_map(folder: Path, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Read (d2t, t2d) and check that they are each other's inverse over `vocab_size`."""
+    """Read (d2t, t2d); UserError unless they are each other's inverse over `vocab_size`, and those
+    that the report is of."""
+    report = read_report(folder, "vocab")
     arrays = []
     for name, dtype in (("d2t", np.int64), ("t2d", np.bool_)):
         path = folder / f"{name}.npy"
         try:
             array = np.load(path, allow_pickle=False)
-        except FileNotFoundError:
-            raise UserError(f"{path}: no such file; run 02_build_vocab_map.py first") from None
+        except OSError as e:
+            raise UserError(f"{path}: {e.strerror}; run 02_build_vocab_map.py first") from None
         except (ValueError, EOFError) as e:
             raise UserError(f"{path}: not a readable .npy file ({e}); run 02 again") from None
         if not isinstance(array, np.ndarray):
             raise UserError(f"{path}: not a readable .npy file (an archive); run 02 again")
         if array.ndim != 1 or array.dtype != dtype:
             raise UserError(
-                f"{path}: is {array.dtype} {array.shape}, expected {np.dtype(dtype)}; run 02 again"
+                f"{path}: is {array.dtype} {array.shape}, expected {np.dtype(dtype)} of one"
+                " dimension; run 02 again"
             )
         arrays.append(array)
     d2t, t2d = arrays
     targets = d2t + np.arange(len(d2t))
-    if len(t2d) != vocab_size or not np.array_equal(targets, np.flatnonzero(t2d)):
+    fits = len(t2d) == vocab_size and len(d2t) > 0
+    if not fits or not np.array_equal(targets, np.flatnonzero(t2d)):
         raise UserError(
             f"{folder}: d2t ({len(d2t)}) and t2d ({len(t2d)}) are not a map of the verifier's"
             f" {vocab_size} tokens; run 02 again"
+        )
+    data = files_hash(folder / f"{name}.npy" for name in ("d2t", "t2d"))
+    identity = content_hash("vocab", report["settings"], report["inputs"], data)
+    if identity != report["content_sha256"]:
+        raise UserError(
+            f"{folder}: its map is not the one that its report is of; run 02 with --overwrite"
         )
     return d2t, t2d

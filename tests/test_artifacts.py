@@ -88,9 +88,9 @@ def test_reports_of_other_stages_or_unfinished_ones_are_refused(tmp_path):
 
 
 def test_space_is_checked_before_it_runs_out(tmp_path):
-    artifacts.require_space(tmp_path / "new", 1000, overwrite=False)
+    artifacts.require_space(tmp_path / "new", 1000, overwrite=False, remedy="x")
     with pytest.raises(UserError, match="GB free; free space"):
-        artifacts.require_space(tmp_path / "new", 10**18, overwrite=False)
+        artifacts.require_space(tmp_path / "new", 10**18, overwrite=False, remedy="x")
 
 
 def test_overwrite_may_use_what_it_frees(small_disk):
@@ -99,8 +99,8 @@ def test_overwrite_may_use_what_it_frees(small_disk):
     size = artifacts.free_space(folder) * 2 // 3
     (folder / "responses.jsonl").write_bytes(bytes(size))
     with pytest.raises(UserError, match="GB free"):
-        artifacts.require_space(folder, size, overwrite=False)
-    artifacts.require_space(folder, size, overwrite=True)
+        artifacts.require_space(folder, size, overwrite=False, remedy="x")
+    artifacts.require_space(folder, size, overwrite=True, remedy="x")
 
 
 def test_a_second_run_into_one_folder_is_refused(tmp_path):

@@ -1,6 +1,7 @@
 """Training on several processes: the same run as on one, and any number can go on with it."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import time
 import psutil
 import pytest
 
+from common.artifacts import REPORT
 from tests.conftest import ROOT, must, script, train_args
 
 SETTINGS = ("--compute-dtype", "float32", "--device", "cpu", "--max-batch-tokens", 256)
@@ -71,7 +73,9 @@ def test_two_ranks_train_as_one(alone, together):
 def test_two_ranks_train_as_one_otherwise(tiny_stages, tmp_path, more, near):
     one, two = tmp_path / "one", tmp_path / "two"
     must(script("04_train.py", *train_args(tiny_stages, one, *SETTINGS, *more)))
-    output = finished(train_args(tiny_stages, two, *SETTINGS, *more))
+    shutil.copytree(one, two)  # a finished run, which all ranks must take for gone
+    output = finished(train_args(tiny_stages, two, *SETTINGS, *more, "--overwrite"))
+    assert json.loads((two / REPORT).read_text())["counts"]["steps"] == len(losses(two))
     assert losses(two) == pytest.approx(losses(one), abs=near)
     uneven = more[more.index("--rows-per-step") + 1] % 2 == 1
     assert ("some wait for the others" in output) == uneven

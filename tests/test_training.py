@@ -50,7 +50,7 @@ def test_the_best_epoch_is_served_and_the_newest_states_kept(judged):
     out, _, lengths, ends = judged
     best = lengths.index(max(lengths))
     heldout = json.loads((out / REPORT).read_text())["heldout"]
-    assert (heldout["epoch"], heldout["acceptance_length"]) == (best, max(lengths))
+    assert (heldout["epoch"], heldout["acceptance_length"]) == (best + 1, max(lengths))
     # every second step but the last, which the draft itself follows
     last = (ends[-1] - 1) // 2 * 2
     states = {p.name for p in (out / "state").iterdir()}
@@ -206,7 +206,7 @@ def test_rows_are_read_into_a_used_buffer(tiny_stages, tmp_path, storage):
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(tiny_stages, tmp_path):
-    """As one number in a file makes it: no checkpoint, and no state of the steps behind it."""
+    """As one number in a file makes it, which is named: no checkpoint, no state is written."""
     hidden = tmp_path / "hidden"
     shutil.copytree(tiny_stages["hidden"], hidden)
     for path in hidden.rglob("hs_*.safetensors"):
@@ -218,7 +218,8 @@ def test_a_loss_that_is_not_finite_ends_the_run(tiny_stages, tmp_path):
     out = tmp_path / "draft"
     result = script("04_train.py", *train_args(tiny_stages | {"hidden": hidden}, out))
     assert result.returncode == 1
-    assert "the loss of step 1 is nan" in last_line(result)
+    assert "its states are not finite; delete it and run 03 again" in last_line(result)
+    assert str(hidden / "rows_") in last_line(result)
     assert not list(out.rglob("*.safetensors"))
 
 
@@ -254,6 +255,49 @@ def test_a_state_without_a_report_is_not_gone_on_with(judged, tiny_stages, tmp_p
     result = script("04_train.py", *train_args(tiny_stages, out))
     assert result.returncode == 1
     assert f"holds state without a {REPORT}" in last_line(result)
+
+
+def changed_json(path, **more) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | more))
+
+
+@pytest.mark.parametrize(
+    "harm",
+    ["a flipped bit", "moments of another run", "a step", "no seconds", "a best without step"],
+)
+def test_a_damaged_state_is_refused_by_the_dry_run(judged, tiny_stages, tmp_path, harm):
+    out, more, _, _ = judged
+    copy = tmp_path / "draft"
+    shutil.copytree(out, copy)
+    changed_json(copy / REPORT, status="in_progress")
+    (copy / "model.safetensors").unlink()
+    newest = latest_state(copy / "state")
+    assert newest is not None
+    if harm == "a flipped bit":
+        with open(newest / "weights.safetensors", "r+b") as f:
+            f.seek(-1000, 2)
+            byte = f.read(1)[0]
+            f.seek(-1000, 2)
+            f.write(bytes([byte ^ 1]))
+    elif harm == "moments of another run":
+        older = min(p for p in (copy / "state").iterdir() if p != newest)
+        shutil.copy(older / "moments-0.safetensors", newest)
+    elif harm == "a step":
+        changed_json(newest / "state.json", step=1)
+    elif harm == "no seconds":
+        changed_json(newest / "state.json", seconds="x")
+    else:
+        changed_json(newest / "state.json", best={})
+    result = script("04_train.py", *train_args(tiny_stages, copy, *more, "--dry-run"))
+    assert result.returncode == 1
+    assert f"{newest}: the state is damaged" in last_line(result)
+    assert "Traceback" not in result.stderr
+
+
+def test_the_checkpoint_may_be_read_by_a_server(judged):
+    """As every file of ours, whatever safetensors' own manner is."""
+    modes = {(judged[0] / n).stat().st_mode for n in ("config.json", "model.safetensors", REPORT)}
+    assert len(modes) == 1
 
 
 def test_a_signal_that_comes_twice_at_once_is_one(tmp_path):

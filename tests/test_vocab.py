@@ -5,8 +5,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common import artifacts
 from common.cli import UserError
-from common.vocab import build_map, choose_tokens, coverage_by_size, load_map, merge_counts
+from common.vocab import (
+    build_map,
+    choose_tokens,
+    coverage_by_size,
+    files_hash,
+    load_map,
+    merge_counts,
+)
 
 
 @given(
@@ -39,7 +47,15 @@ def test_load_map_refuses_arrays_that_disagree(tmp_path):
     d2t, t2d = build_map(np.array([1, 4, 7]), 10)
     np.save(tmp_path / "d2t.npy", d2t)
     np.save(tmp_path / "t2d.npy", t2d)
+    digest = files_hash(tmp_path / name for name in ("d2t.npy", "t2d.npy"))
+    made = artifacts.report("vocab", {}, {}, {}, digest, 0)
+    artifacts.write_json(tmp_path / artifacts.REPORT, made)
     assert np.array_equal(load_map(tmp_path, 10)[0], d2t)
+    other = build_map(np.array([1, 4, 8]), 10)
+    for name, array in zip(("d2t", "t2d"), other, strict=True):
+        np.save(tmp_path / f"{name}.npy", array)
+    with pytest.raises(UserError, match="its map is not the one that its report is of"):
+        load_map(tmp_path, 10)
     np.save(tmp_path / "d2t.npy", np.array([1, 4, 7]))  # ids instead of offsets
     with pytest.raises(UserError, match="are not a map of the verifier's 10 tokens"):
         load_map(tmp_path, 10)
