@@ -349,10 +349,58 @@ def test_a_broken_map(tiny_stages, tmp_path):
     fails(result, "d2t.npy: not a readable .npy", folder=tmp_path / "d")
 
 
-def test_unknown_shape_key(tiny_stages, tmp_path):
-    more = ("--draft-shape", '{"head_dimm": 64}')
+@pytest.mark.parametrize(
+    ("shape", "text"),
+    [
+        ('{"head_dimm": 64}', "unknown key head_dimm; did you mean head_dim?"),
+        ('{"x": 1}', "unknown key x; known are hidden_size, "),
+        ('{"intermediate_size": 1.5}', "intermediate_size must be a whole number of at least 1"),
+        ('{"num_attention_heads": "4"}', "num_attention_heads must be a whole number"),
+        ('{"num_attention_heads": true}', "num_attention_heads must be a whole number"),
+        ('{"head_dim": null}', "head_dim must be a whole number of at least 1, is None"),
+        ('{"rope_theta": null}', "rope_theta must be a number over 0, is None"),
+    ],
+)
+def test_odd_draft_shapes(tiny_stages, tmp_path, shape, text):
+    more = ("--draft-shape", shape)
     result = script("04_train.py", *train_args(tiny_stages, tmp_path / "d", *more))
-    fails(result, "unknown key head_dimm; did you mean head_dim?", folder=tmp_path / "d")
+    fails(result, "--draft-shape: " + text, folder=tmp_path / "d")
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "text"),
+    [
+        ("--draft-shape", '{"a":' * 3000 + "1" + "}" * 3000, "is nested too deeply"),
+        ("--seed", str(2**64), "is not a whole number from 0 to 2^32 - 1"),
+        ("--seed", "-1", "is not a whole number from 0 to 2^32 - 1"),
+    ],
+)
+def test_odd_values_are_wrong_flags(flag, value, text):
+    result = script("04_train.py", f"{flag}={value}")
+    assert result.returncode == 2
+    assert text in last_line(result)
+
+
+@pytest.mark.parametrize("found", [{"WORLD_SIZE": "x"}, {"WORLD_SIZE": "2", "LOCAL_RANK": "0"}])
+def test_half_of_what_torchrun_sets(tiny_stages, tmp_path, monkeypatch, found):
+    for name, value in found.items():
+        monkeypatch.setenv(name, value)
+    result = script("04_train.py", *train_args(tiny_stages, tmp_path / "d"))
+    fails(result, "start several processes by torchrun", folder=tmp_path / "d")
+
+
+def test_hidden_states_of_other_tokens(tiny_stages, tmp_path):
+    """Of the right length: found by the dry run, not when their row is read."""
+    hidden = tmp_path / "hidden"
+    shutil.copytree(tiny_stages["hidden"], hidden)
+    path = next(hidden.rglob("hs_3.safetensors"))
+    data = bytearray(path.read_bytes())
+    start = 8 + int.from_bytes(data[:8], "little")
+    data[start + json.loads(data[8:start])["token_ids"]["data_offsets"][0]] ^= 1
+    path.write_bytes(data)
+    args = train_args(tiny_stages | {"hidden": hidden}, tmp_path / "d", "--dry-run")
+    text = "hs_3.safetensors: its token_ids are not the sample's; delete it and run 03 again"
+    fails(script("04_train.py", *args), text, folder=tmp_path / "d")
 
 
 def test_a_folder_without_its_plan_says_what_to_do(tiny_stages, tmp_path):

@@ -64,6 +64,12 @@ def test_misspelt_prepared_data_names_the_flag(no_heavy_imports):
         ("extract: {dry_run: 1}", "extract.dry_run: expected true or false"),
         ("common: {layers: 3}", "common.layers: expected a list"),
         ("common: [", "not YAML"),
+        ("a: " + "[" * 3000, "not YAML: it is nested too deeply"),
+        ("extract: {tp_size: 1, tp_size: 2}", "not YAML: tp_size is there twice"),
+        ("extract: {tp_size: {a: 1}}", "extract.tp_size: expected one value"),
+        ("common: {layers: [[1]]}", "common.layers: expected one value"),
+        ("common: {layers: []}", "common.layers: the list is empty"),
+        ("extract: {config: x}", "unknown key extract.config"),
         ("common: {seed: 1}", "missing key model_path; --model-path is required"),
     ],
 )
