@@ -179,16 +179,7 @@ def main() -> None:
 def check(args, device, dtype, ranks):
     """Check everything that can be known before the training, plan it and hold the output
     folder; returns its train_setup.Job, None when there is nothing to do."""
-    from common import (
-        checkpoint,
-        draft_shape,
-        export,
-        packing,
-        published,
-        train_inputs,
-        train_setup,
-        verifier,
-    )
+    from common import draft_shape, export, packing, published, train_inputs, train_setup, verifier
 
     out = Path(args.output_dir)
     model = verifier.load_verifier(args.model_path)
@@ -236,12 +227,27 @@ def check(args, device, dtype, ranks):
             "--patience: no sample is held out to measure on; raise --heldout-fraction or leave it"
         )
     steps = packing.plan_steps(train, args.max_batch_tokens, args.epochs, args.seed, rows_a_step)
+    report = functools.partial(artifacts.report, STAGE, settings, inputs)
+    job = train_setup.Job(report, model, shape, data, train, held, steps)
+    say_plan(args, job, rows_a_step, device, dtype, ranks)
+    check_room(args, job, device, dtype, ranks)
+    if args.dry_run:
+        say(ranks, "train: dry run, every check passed; nothing was loaded or written")
+        return None
+    if ranks.first:
+        artifacts.hold_output(out, STAGE, settings, inputs, args.overwrite, state)
+    return job
+
+
+def say_plan(args, job, rows_a_step: int, device, dtype, ranks) -> None:
+    """Log what is about to be done."""
+    tokens = sum(job.train.values())
     say(
         ranks,
-        f"train: {len(train)} samples ({sum(train.values())} tokens), {len(held)} held out;"
-        f" {args.epochs} epochs, {len(steps)} steps of {rows_a_step} x at most"
-        f" {args.max_batch_tokens} tokens; {args.ttt_steps} depths, {shape.draft_vocab_size} draft"
-        f" tokens, {dtype} on {ranks.world} x {device}",
+        f"train: {len(job.train)} samples ({tokens} tokens), {len(job.held)} held out;"
+        f" {args.epochs} epochs, {len(job.steps)} steps of {rows_a_step} x at most"
+        f" {args.max_batch_tokens} tokens; {args.ttt_steps} depths,"
+        f" {job.shape.draft_vocab_size} draft tokens, {dtype} on {ranks.world} x {device}",
     )
     if rows_a_step % ranks.world:
         say(
@@ -249,32 +255,32 @@ def check(args, device, dtype, ranks):
             f"train: note: {ranks.world} processes share {rows_a_step} rows a step, some wait for"
             " the others; see --rows-per-step",
         )
+
+
+def check_room(args, job, device, dtype, ranks) -> None:
+    """UserError where the disk, the memory, a state to go on from or the checkpoint's format will
+    not do."""
+    from common import checkpoint, draft_shape, export, train_inputs
+
+    out = Path(args.output_dir)
     # the states kept, one more (it is whole before the oldest goes), and the checkpoint
-    size = draft_shape.parameter_count(shape)
+    size = draft_shape.parameter_count(job.shape)
     needed = size * ((args.keep_states + 1) * (12 + dtype.itemsize) + 4)
-    memory = draft_shape.memory_needed(shape, dtype.itemsize, ranks.world)
+    memory = draft_shape.memory_needed(job.shape, dtype.itemsize, ranks.world)
     say(
         ranks,
         f"train: {size / 1e6:.1f} M parameters; up to {needed / 1e9:.2f} GB of disk,"
         f" {memory / 1e9:.2f} GB of memory, activations beside",
     )
-    there_bytes = sum(p.stat().st_size for p in out.rglob("*.safetensors"))
-    there_bytes = 0 if args.overwrite else there_bytes
-    remedy = "lower --keep-states"
-    artifacts.require_space(out, needed - there_bytes, args.overwrite, remedy)
+    there = () if args.overwrite else out.rglob("*.safetensors")
+    needed -= sum(p.stat().st_size for p in there)
+    artifacts.require_space(out, needed, args.overwrite, "lower --keep-states")
     if device == "cuda":
         train_inputs.require_memory(memory)
     if ranks.first and not args.overwrite:
-        checkpoint.check_state(out / "state", len(steps))
+        checkpoint.check_state(out / "state", len(job.steps))
     if ranks.first:  # last, for it takes seconds
-        export.speculators_draft(shape, model, aux, args.ttt_steps, dtype)
-    if args.dry_run:
-        say(ranks, "train: dry run, every check passed; nothing was loaded or written")
-        return None
-    report = functools.partial(artifacts.report, STAGE, settings, inputs)
-    if ranks.first:
-        artifacts.hold_output(out, STAGE, settings, inputs, args.overwrite, state)
-    return train_setup.Job(report, model, shape, data, train, held, steps)
+        export.speculators_draft(job.shape, job.model, job.data.layers[:-1], args.ttt_steps, dtype)
 
 
 def say(ranks, text: str) -> None:
