@@ -79,12 +79,12 @@ def parse_source(text: str, flag: str = "--dataset") -> Source:
 def hub_commit(name: str, revision: str | None, flag: str) -> str | None:
     """The commit that a hub data set's revision (default: its newest) is now; offline, where only
     what was fetched before can be read, the revision itself."""
-    import huggingface_hub
+    from huggingface_hub import HfApi, constants
 
-    if huggingface_hub.constants.HF_HUB_OFFLINE:
+    if constants.HF_HUB_OFFLINE:
         return revision
     try:
-        return str(huggingface_hub.HfApi().dataset_info(name, revision=revision, timeout=30).sha)
+        return str(HfApi().dataset_info(name, revision=revision, timeout=30).sha)
     except Exception as e:  # hub and network errors are many; one remedy
         raise UserError(
             f"{flag} {name}: no such file, and the hub did not name its commit"

@@ -413,3 +413,12 @@ def test_a_folder_without_its_plan_says_what_to_do(tiny_stages, tmp_path):
     assert result.returncode == 1
     assert "has no plan.json" in last_line(result)
     assert "--overwrite makes it again" in last_line(result)
+
+
+def test_a_name_that_is_neither_a_file_nor_known_to_a_hub(smollm2, tmp_path, monkeypatch):
+    """A misspelt folder looks like a hub's name; here the hub is a closed port."""
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    result = script("01_prepare_data.py", "--model-path", smollm2, "--dataset", "mydata/foo",
+                    "--output-dir", tmp_path / "out")  # fmt: skip
+    fails(result, "mydata/foo: no such file, and the hub did not name", folder=tmp_path / "out")
