@@ -130,7 +130,8 @@ def main() -> None:
     workers = args.workers or len(os.sched_getaffinity(0))
     bar = progress.Progress("prepare", args.max_samples or 0, "samples")
     with artifacts.atomic_file(out / samples.FILE, "w") as f:
-        for line in encoded(encoding.encode_rows(rules, rows.read_rows(sources), workers), counts):
+        found = rows.read_rows(sources, wanted=args.max_samples or float("inf"))
+        for line in encoded(encoding.encode_rows(rules, found, workers), counts):
             f.write(line.text)
             counts.update(samples=1, tokens=line.tokens, loss_tokens=line.loss_tokens)
             bar.add(1)

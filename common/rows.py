@@ -174,33 +174,42 @@ def digest(sources: list[Source]) -> str:
     return sha256_json(found)
 
 
-def read_rows(sources: list[Source], max_rows: int | None = None) -> Iterator[Row]:
+def read_rows(
+    sources: list[Source], max_rows: int | None = None, wanted: float = float("inf")
+) -> Iterator[Row]:
     """Yield rows of all sources, one after the other or mixed by weight; UserError naming file
-    and line or row."""
+    and line or row.
+
+    Args:
+        wanted: rows after which a source that ends is no longer worth a word: others may read
+            ahead of what they need.
+    """
     mixed = sources and sources[0].weight is not None
-    rows = mix(sources) if mixed else (row for s in sources for row in source_rows(s))
+    rows = mix(sources, wanted) if mixed else (row for s in sources for row in source_rows(s))
     for n, row in enumerate(rows):
         if max_rows is not None and n >= max_rows:
             return
         yield row
 
 
-def mix(sources: list[Source]) -> Iterator[Row]:
+def mix(sources: list[Source], wanted: float) -> Iterator[Row]:
     """Rows of all sources in turns by weight, the same on every run; one that ends drops out."""
     streams = [source_rows(s) for s in sources]
+    total = 0
     given = dict.fromkeys(range(len(sources)), 0)
     while given:
         due = min(given, key=lambda n: given[n] / (sources[n].weight or 1))
         row = next(streams[due], None)
         if row is None:
             count = given.pop(due)
-            if given:
+            if given and total < wanted:
                 log(
                     f"{sources[due].name}: ended after {count} rows, under its weight; the others"
                     " go on without it"
                 )
         else:
             given[due] += 1
+            total += 1
             yield row
 
 

@@ -422,3 +422,14 @@ def test_a_name_that_is_neither_a_file_nor_known_to_a_hub(smollm2, tmp_path, mon
     result = script("01_prepare_data.py", "--model-path", smollm2, "--dataset", "mydata/foo",
                     "--output-dir", tmp_path / "out")  # fmt: skip
     fails(result, "mydata/foo: no such file, and the hub did not name", folder=tmp_path / "out")
+
+
+def test_a_source_that_was_only_read_ahead_of_did_not_end(smollm2, tmp_path):
+    sources = []
+    for name, count, weight in (("a", 60, 3), ("b", 40, 1)):
+        found = [{"prompt": f"{name}{n}", "response": "yes"} for n in range(count)]
+        sources.append(f"{write_jsonl(tmp_path / f'{name}.jsonl', found)},weight={weight}")
+    args = ["--model-path", smollm2, "--output-dir", tmp_path / "out", "--overwrite", "--dataset"]
+    for wanted, said in ((40, False), (95, True)):
+        result = must(script("01_prepare_data.py", *args, *sources, "--max-samples", wanted))
+        assert ("a.jsonl: ended after 60 rows, under its weight" in result.stdout) == said
