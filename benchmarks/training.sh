@@ -3,7 +3,8 @@
 # run: the step (frozen and trained head, 3 and 7 depths), then the whole stage from files to
 # checkpoint over 10 epochs of 1000 samples (503,619 tokens, 72 % with loss). Prints JSON lines.
 # Usage: [PARTS="step whole"] benchmarks/training.sh FAST_DIR DISK_DIR
-# FAST_DIR is a RAM disk of 70 GB. PARTS: step, depths7, files (which the rest makes if need be), whole, whole-float8, peer-whole.
+# FAST_DIR is a RAM disk of 70 GB. PARTS: step, depths7, files (which the rest makes if need be),
+# whole, whole-float8, peer-whole.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 FAST=$1 DISK=$2 PY=${PY:-python3}

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from safetensors import SafetensorError
 
 from common.artifacts import fsync_folder, read_json, write_json
 from common.cli import UserError
+from common.hidden_files import file_checksum
 from common.optimizers import moments, restore_moments
 from common.progress import log
 from common.training import Trainer
@@ -71,7 +71,7 @@ def save_state(
         )
     if not ranks.first:
         return
-    checksums = {path.name: checksum(path) for path in partial.iterdir()}
+    checksums = {path.name: file_checksum(path) for path in partial.iterdir()}
     write_json(partial / "state.json", {"step": step, "checksums": checksums, **counters})
     fsync_folder(partial)
     final = folder / f"step_{step}"
@@ -100,15 +100,6 @@ def step_of(state: Path) -> int:
 def whole_states(folder: Path) -> list[Path]:
     named = [p for p in folder.glob("step_*") if p.name.removeprefix("step_").isdigit()]
     return [p for p in named if (p / "state.json").is_file()]
-
-
-def checksum(path: Path) -> str:
-    """xxh3_128 of a file's bytes."""
-    found = xxhash.xxh3_128()
-    with open(path, "rb") as f:
-        while part := f.read(1 << 24):
-            found.update(part)
-    return found.hexdigest()
 
 
 def latest_state(folder: Path) -> Path | None:
@@ -145,7 +136,7 @@ def check_whole(path: Path, steps: int) -> None:
         if sorted(sums) != sorted(names):
             raise UserError("state.json names other files")
         for name in names:
-            if checksum(path / name) != sums[name]:
+            if file_checksum(path / name) != sums[name]:
                 raise UserError(f"{name} is not what was written")
     except (UserError, OSError) as e:
         raise UserError(
