@@ -312,16 +312,19 @@ def train_draft(args, job, device, dtype, ranks) -> tuple[dict | None, int, floa
     if device == "cuda":
         training.rehearse(trainer, teacher, loaded.reader.read(steps[0].rows[0]).to(device))
         torch.cuda.synchronize()
+        ranks.agree(True)  # their first steps would wait for each other's kernels
         say(ranks, f"train: kernels ready after {progress.duration(time.monotonic() - began)}")
     if ranks.first:  # nothing that was there is lost to what fails until here
         if args.overwrite:
             artifacts.empty_output(out)
         artifacts.write_json(out / artifacts.REPORT, job.report({}, None, 0))
     tokens = list(map(job.step_tokens, steps))
-    log = StepLog(out, steps, tokens, begun, loaded.spent, trainer, loaded.reader, args.tensorboard)
+    stopper = progress.Stopper()
+    log = StepLog(
+        out, steps, tokens, begun, loaded.spent, trainer, loaded.reader, stopper, args.tensorboard
+    )
     mine = [row for step in steps[begun:] for row in step.rows[ranks.rank :: ranks.world]]
     rows = loading.rows_ahead(loaded.reader, mine, device)
-    stopper = progress.Stopper()
 
     def end_of_epoch(number: int) -> bool:
         return number == len(steps) or steps[number].epoch != steps[number - 1].epoch

@@ -4,9 +4,8 @@ rank costs. Prints a JSON line a measurement.
     python benchmarks/many_gpus.py FAST DISK --sizes 1 2 4 8
 
 FAST: a RAM disk for the verifier, of Kimi-K2.5's shape with eight layers and random weights, and
-the states (30 GB a size, two at once); DISK: drafts. --parts extract train kill, in any number of
-calls on one machine. On CPUs for a try: --verifier, --data, --layers and --draft-shape of a tiny
-one.
+the states (30 GB a size, two at once); DISK: drafts. --parts in any number of calls on one machine,
+extract first. On CPUs for a try: --verifier, --data, --layers and --draft-shape of a tiny one.
 """
 
 import argparse
@@ -42,7 +41,7 @@ def main() -> None:
     p.add_argument("fast", type=Path)
     p.add_argument("disk", type=Path)
     p.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 4, 8])
-    p.add_argument("--parts", nargs="+", default=["extract", "train", "kill"])
+    p.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
     p.add_argument("--verifier", type=Path)
     p.add_argument("--data", type=Path)
     p.add_argument("--layers", nargs=4, default=["2", "4", "5", "7"])
@@ -62,7 +61,7 @@ def main() -> None:
         a.data = a.fast / "data"
         make_data(a.data)
     for part in a.parts:
-        {"extract": extract, "train": train, "kill": kill}[part](a)
+        PARTS[part](a)
 
 
 def show(**found: Any) -> None:
@@ -181,9 +180,8 @@ def train(a: argparse.Namespace) -> None:
 # ---------------------------------------------------------------- a killed rank
 
 
-def kill(a: argparse.Namespace) -> None:
+def kill_extract(a: argparse.Namespace) -> None:
     """SIGKILL of the last rank's process in mid-work, then the same command again."""
-    size = max(a.sizes)
     out = a.fast / "killed"
     shutil.rmtree(out, ignore_errors=True)
 
@@ -191,11 +189,15 @@ def kill(a: argparse.Namespace) -> None:
         journal = out / "journal.jsonl"
         return journal.exists() and journal.read_bytes().count(b"\n") > 20
 
-    killed("extract", a, extraction(a, size, out), begun, "VLLM::Worker")
+    killed("extract", a, extraction(a, max(a.sizes), out), begun, "VLLM::Worker")
     shutil.rmtree(out)
+
+
+def kill_train(a: argparse.Namespace) -> None:
+    """The same of stage 4."""
     draft = a.disk / "killed"
     shutil.rmtree(draft, ignore_errors=True)
-    command = training(a, size, draft, "--save-every", 5)
+    command = training(a, max(a.sizes), draft, "--save-every", 20)
 
     def saved() -> bool:
         return bool(list((draft / "state").glob("step_*")))
@@ -227,6 +229,11 @@ def killed(what: str, a: argparse.Namespace, command: list[Any], ready: Any, ran
         said=errors[-1:],
         resumed=True,
     )
+
+
+PARTS = {
+    "extract": extract, "train": train, "kill-extract": kill_extract, "kill-train": kill_train
+}  # fmt: skip
 
 
 if __name__ == "__main__":

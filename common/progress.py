@@ -139,6 +139,10 @@ class Stopper:
         for sig in (signal.SIGTERM, signal.SIGINT):
             signal.signal(sig, self._note)
 
+    def since(self) -> float:
+        """Seconds since the first signal; 0 before it."""
+        return time.monotonic() - self.first if self.code else 0.0
+
     def _note(self, sig: int, _frame: object) -> None:
         if self.code and time.monotonic() < self.first + SAME_REQUEST_SECONDS:
             return

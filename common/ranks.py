@@ -53,17 +53,20 @@ class Ranks:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """For what waits for the other ranks: UserError where one of them has ended. (With NCCL
-        nothing is raised; torchrun ends the others within half a minute.)"""
+        """For what waits for the other ranks: UserError where one of them has ended. (NCCL
+        raises nothing: see training_log.)"""
         try:
             yield
         except RuntimeError as e:
             if not (isinstance(e, dist.DistError) or GLOO.search(str(e))):
                 raise  # of this rank's own
-            raise UserError(
-                f"rank {self.rank} has lost another rank: that one was killed, or says its reason"
-                " itself; run the same command again to continue from the last state"
-            ) from None
+            raise self.lost() from None
+
+    def lost(self) -> UserError:
+        return UserError(
+            f"rank {self.rank} has lost another rank: that one was killed, or says its reason"
+            " itself; run the same command again to continue from the last state"
+        )
 
     def agree(self, ok: bool) -> bool:
         """Whether all ranks are ok; waits for all of them."""

@@ -12,8 +12,10 @@ from common.curves import Metrics
 from common.draft_shape import DraftShape, flops_of_step
 from common.loading import RowReader
 from common.packing import Step, Work
-from common.progress import Progress, log
+from common.progress import Progress, Stopper, log
 from common.training import StepSums, Trainer, device_use, measure
+
+LOST_SECONDS = 15  # a step that does not end so long after a signal to end waits for nobody
 
 
 class StepLog:
@@ -25,6 +27,7 @@ class StepLog:
         steps, tokens: the plan, and the tokens of each of its steps.
         begun: steps that earlier runs have done.
         reader: of the steps' rows.
+        stopper: tells how long ago this rank was asked to end.
     """
 
     def __init__(
@@ -36,9 +39,10 @@ class StepLog:
         spent: float,
         trainer: Trainer,
         reader: RowReader,
+        stopper: Stopper,
         tensorboard: bool,
     ):
-        self.reader = reader
+        self.reader, self.stopper = reader, stopper
         self.steps, self.tokens, self.spent = steps, tokens, spent
         self.trainer = trainer
         self._launched: tuple[int, StepSums, Work, float] | None = None
@@ -70,6 +74,8 @@ class StepLog:
             return False
         number, sums, work, lr = self._launched
         self._launched = None
+        if self.trainer.ranks.world > 1:
+            self._wait(sums)
         try:
             found = sums.metrics(number, work.losses)
         except UserError:
@@ -91,6 +97,15 @@ class StepLog:
             text += " acc " + " ".join(f"{a:.3f}" for a in found["accuracy_by_depth"])
             self.bar.add(tokens, text + "".join(f" {k} {v}" for k, v in use.items()))
         return sums.stop
+
+    def _wait(self, sums: StepSums) -> None:
+        """Wait for the sums, in Python, where a signal is noticed; UserError where another rank
+        has ended: NCCL goes on to wait for it, torchrun asks this one to end and kills it after
+        half a minute."""
+        while not sums.there():
+            if self.stopper.since() > LOST_SECONDS:
+                raise self.trainer.ranks.lost()
+            time.sleep(0.0005)
 
     def note_epoch(self, number: int, heldout: dict[str, Any]) -> None:
         epoch = self.steps[number - 1].epoch

@@ -9,10 +9,12 @@ import time
 
 import psutil
 import pytest
+import torch
 
 from common.artifacts import REPORT
 from tests.conftest import ROOT, must, script, train_args
 
+GPUS = torch.cuda.device_count()
 SETTINGS = ("--compute-dtype", "float32", "--device", "cpu", "--max-batch-tokens", 256)
 
 
@@ -125,9 +127,19 @@ def test_one_process_goes_on_where_two_were_stopped(tiny_stages, alone, tmp_path
     assert losses(out) == pytest.approx(losses(alone), abs=1e-5)
 
 
-def test_a_killed_rank_ends_the_run_clearly(tiny_stages, alone, tmp_path):
+ON_GPUS = ("--device", "cuda", "--save-every", 20, "--epochs", 60)  # its steps are quick
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("--save-every", 2),
+        pytest.param(ON_GPUS, marks=pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")),
+    ],
+)
+def test_a_killed_rank_ends_the_run_clearly(tiny_stages, alone, tmp_path, more):
     out = tmp_path / "draft"
-    args = train_args(tiny_stages, out, *SETTINGS, "--save-every", 2)
+    args = train_args(tiny_stages, out, *SETTINGS, *more)
     run = two_ranks(args)
     deadline = time.monotonic() + 240
     while not list((out / "state").glob("step_*")):
@@ -143,4 +155,5 @@ def test_a_killed_rank_ends_the_run_clearly(tiny_stages, alone, tmp_path):
     assert "common/training.py" not in errors  # no traceback of ours
     again = must(script("04_train.py", *args))
     assert "continuing after step" in again.stdout
-    assert losses(out) == pytest.approx(losses(alone), abs=1e-5)
+    if more != ON_GPUS:
+        assert losses(out) == pytest.approx(losses(alone), abs=1e-5)
