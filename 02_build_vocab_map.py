@@ -12,6 +12,7 @@ from pathlib import Path
 from common import artifacts, cli, progress
 
 STAGE = "vocab"
+SIZES = 8000, 16000, 32000, 64000  # of which the coverage is told too
 
 
 def parse_args():
@@ -93,10 +94,11 @@ def main() -> None:
     coverage = float(counts[t2d].sum() / counts.sum())
     distinct = int((counts > 0).sum())
     total = int(sum(c.sum() for c in counts_of_each))
-    by_size = {str(n): round(covered(n), 6) for n in (8000, 16000, 32000, 64000)}
+    by_size = {str(n): round(covered(n), 6) for n in SIZES}
+    told = [f"{n}: {100 * covered(n):.2f}" for n in SIZES if n < model.vocab_size]
     text = (
-        f"{size} of {model.vocab_size} tokens cover {100 * coverage:.2f}% of {total} loss"
-        f" tokens (8k/16k/32k/64k: {', '.join(f'{100 * x:.2f}' for x in by_size.values())});"
+        f"{size} of {model.vocab_size} tokens cover {100 * coverage:.2f}% of {total} loss tokens"
+        f"{' (' if told else ''}{', '.join(told)}{')' if told else ''};"
         f" {distinct} distinct, {int(always.sum())} special always in, {filler} filler slots"
     )
     if args.dry_run:

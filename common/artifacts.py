@@ -341,8 +341,10 @@ def earlier_run(
     differing = [k for k in {**held, **asked} if held.get(k) != asked.get(k)]
     if differing:
         k = differing[0]
+        other = k.removeprefix("input ")
+        made = f"from another {other}" if k != other else f"with {k}"
         raise UserError(
-            f"{folder}: was made with {k} = {shorten(held.get(k))}, asked for"
+            f"{folder}: was made {made} = {shorten(held.get(k))}, asked for"
             f" {shorten(asked.get(k))}{' and more' if len(differing) > 1 else ''};"
             " choose another --output-dir, or --overwrite to replace it"
         )

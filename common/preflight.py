@@ -360,8 +360,9 @@ def work_lines(
     """
     tokens = sum(lengths.values())
     fill = 100 * tokens / (len(units) * args.max_batch_tokens)
+    passes = f"{len(units)} forward pass{'es' if len(units) > 1 else ''}"
     lines = {
-        "work": f"{len(lengths)} samples, {tokens} tokens in {len(units)} forward passes of at most"
+        "work": f"{len(lengths)} samples, {tokens} tokens in {passes} of at most"
         f" {args.max_batch_tokens} tokens ({fill:.0f} % full)"
         + (f"; {len(done)} passes are done" if done else ""),
         "disk": f"{todo_bytes / GB:.2f} GB in {dtype} to write, {free_space(out) / GB:.1f} GB free",

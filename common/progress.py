@@ -59,11 +59,12 @@ class Progress:
     """A tqdm bar on a terminal; otherwise a plain line every 10 s with rate and ETA.
 
     `done` counts from `initial` (work found finished by an earlier run); the rate is
-    of this run alone.
+    of this run alone. Where many things are under way at once, the first to be done come late and
+    tell little: the ETA waits for `at_once` of them.
     """
 
-    def __init__(self, what: str, total: int, unit: str, initial: int = 0):
-        self.what, self.total, self.unit = what, total, unit
+    def __init__(self, what: str, total: int, unit: str, initial: int = 0, at_once: int = 0):
+        self.what, self.total, self.unit, self.at_once = what, total, unit, at_once
         self.done = self.initial = initial
         self.start = self.last = time.monotonic()
         self.bar = None
@@ -86,8 +87,9 @@ class Progress:
             log(self.line(now - self.start, note))
 
     def line(self, elapsed: float, note: str = "") -> str:
-        rate = (self.done - self.initial) / max(elapsed, 1e-9)
-        eta = duration((self.total - self.done) / rate) if rate > 0 else "?"
+        done = self.done - self.initial
+        rate = done / max(elapsed, 1e-9)
+        eta = duration((self.total - self.done) / rate) if done > self.at_once else "?"
         if not self.total:  # not known ahead
             return f"{self.what}: {self.done} {self.unit} {rate:.0f} {self.unit}/s"
         return (

@@ -168,4 +168,4 @@ def test_another_batch_order_gives_the_same_states(run):
 
 def forward_passes(log: str) -> int:
     """How many passes 03's log says that it ran."""
-    return int(log.split(" forward passes")[0].split()[-1])
+    return int(log.split(" forward pass")[0].split()[-1])

@@ -47,7 +47,7 @@ def test_earlier_runs(tmp_path):
     assert state({"a": 1}, {"p": "x"}) == "complete"
     with pytest.raises(UserError, match="was made with a = 1, asked for 2"):
         state({"a": 2}, {"p": "x"})
-    with pytest.raises(UserError, match='input p = "x", asked for "y"'):
+    with pytest.raises(UserError, match='from another p = "x", asked for "y"'):
         state({"a": 1}, {"p": "y"})
     assert state({"a": 2}, {}, overwrite=True) == "none"
 

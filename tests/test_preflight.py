@@ -70,7 +70,7 @@ def test_kimi_is_planned_from_its_config_and_index(kimi):
     assert "KimiK25ForConditionalGeneration, 61 layers, hidden 7168, vocabulary 163840" in text
     assert "layers         2 30 58 60" in text
     assert "547.0 GB in 5 files, 70.3 GB a rank at TP=8" in text
-    assert "2 samples, 4000 tokens in 1 forward passes" in text
+    assert "2 samples, 4000 tokens in 1 forward pass of" in text
     assert "0.23 GB in bfloat16 to write" in text
     assert "host memory    2.15 GB" in text
     assert "are not here: they and this machine are not checked" in text

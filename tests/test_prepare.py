@@ -242,7 +242,7 @@ def test_a_map_of_several_sets(smollm2, tmp_path):
     args = ["--model-path", smollm2, "--draft-vocab-size", 64, "--output-dir", tmp_path / "map"]
     sets = [f"{tmp_path / name},weight={weight}" for name, weight in (("a", 2), ("b", 1))]
     result = must(script("02_build_vocab_map.py", *args, "--prepared-data", *sets))
-    assert "8k/16k/32k/64k: 100.00, 100.00, 100.00, 100.00" in last_line(result)
+    assert "loss tokens (8000: 100.00, 16000: 100.00, 32000: 100.00);" in last_line(result)
     assert (tmp_path / "map" / "coverage.png").stat().st_size > 1000
     report = json.loads((tmp_path / "map" / "data_config.json").read_text())
     made = [

@@ -193,7 +193,7 @@ def ask(args, server, conversations, turns: int, done, ended, path: Path, begin)
     and to `ended` why one could not go on; calls `begin` before the first."""
     from common import asking
 
-    bar = progress.Progress("regenerate", turns, "answers", initial=len(done))
+    bar = progress.Progress("regenerate", turns, "answers", len(done), at_once=server.room())
     stopper = progress.Stopper()
     waiting, asked = list(reversed(conversations)), dict[str, Any]()
     refused, f = 0, None
