@@ -69,6 +69,17 @@ def last_line(result: subprocess.CompletedProcess) -> str:
     return text.strip().splitlines()[-1]
 
 
+def fails(result, *texts: str, folder=None) -> None:
+    """Exit 1, the texts in the last line, no traceback, and the output folder without data."""
+    assert result.returncode == 1, result.stdout + result.stderr
+    for text in texts:
+        assert text in last_line(result)
+    assert last_line(result).startswith("error: ")
+    assert "Traceback" not in result.stderr
+    if folder is not None and folder.exists():
+        assert [p.name for p in folder.rglob("*") if p.is_file() and p.name != ".lock"] == []
+
+
 def write_jsonl(path: Path, rows: list) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(r) + "\n" for r in rows))
