@@ -95,10 +95,11 @@ def main() -> None:
     distinct = int((counts > 0).sum())
     total = int(sum(c.sum() for c in counts_of_each))
     by_size = {str(n): round(covered(n), 6) for n in SIZES}
-    told = [f"{n}: {100 * covered(n):.2f}" for n in SIZES if n < model.vocab_size]
+    told = [n for n in SIZES if n < model.vocab_size and n != size]
+    others = ", ".join(f"{n}: {100 * covered(n):.2f}%" for n in told)
     text = (
-        f"{size} of {model.vocab_size} tokens cover {100 * coverage:.2f}% of {total} loss tokens"
-        f"{' (' if told else ''}{', '.join(told)}{')' if told else ''};"
+        f"{size} of {model.vocab_size} tokens cover {100 * coverage:.2f}% of {total}"
+        f"{' weighted' if weights else ''} loss tokens{others and f' (other sizes: {others})'};"
         f" {distinct} distinct, {int(always.sum())} special always in, {filler} filler slots"
     )
     if args.dry_run:

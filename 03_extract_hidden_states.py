@@ -281,7 +281,8 @@ def extract(args, work, report, units, lengths, done) -> None:
     if left:
         raise cli.Interrupted(
             stopper.code,
-            f"{len(units) - len(left)} of {len(units)} passes are in {out}; run again to continue",
+            f"{len(units) - len(left)} of {len(units)} passes are in {out}; {cli.again()} to"
+            " continue",
         )
 
 

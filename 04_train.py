@@ -179,7 +179,16 @@ def main() -> None:
 def check(args, device, dtype, ranks):
     """Check everything that can be known before the training, plan it and hold the output
     folder; returns its train_setup.Job, None when there is nothing to do."""
-    from common import draft_shape, export, packing, published, train_inputs, train_setup, verifier
+    from common import (
+        checkpoint,
+        draft_shape,
+        export,
+        packing,
+        published,
+        train_inputs,
+        train_setup,
+        verifier,
+    )
 
     out = Path(args.output_dir)
     model = verifier.load_verifier(args.model_path)
@@ -210,7 +219,7 @@ def check(args, device, dtype, ranks):
     if state == "complete":
         say(ranks, f"train: {out} is complete (--overwrite makes it again)")
         return None
-    # needed when the training is over, or in its middle
+    # used only during or after training
     for package in ("speculators", "matplotlib", *["tensorboard"] * args.tensorboard):
         if importlib.util.find_spec(package) is None:
             raise cli.UserError(f"the package {package} is not installed; see requirements.txt")
@@ -231,11 +240,13 @@ def check(args, device, dtype, ranks):
     job = train_setup.Job(report, model, shape, data, train, held, steps)
     say_plan(args, job, rows_a_step, device, dtype, ranks)
     check_room(args, job, device, dtype, ranks)
+    if ranks.first and not args.dry_run:
+        artifacts.hold_output(out, STAGE, settings, inputs, args.overwrite, state)
+    if ranks.first and not args.overwrite:  # held: another run may be dropping this state
+        checkpoint.check_state(out / "state", len(steps))
     if args.dry_run:
         say(ranks, "train: dry run, every check passed; nothing was loaded or written")
         return None
-    if ranks.first:
-        artifacts.hold_output(out, STAGE, settings, inputs, args.overwrite, state)
     return job
 
 
@@ -258,15 +269,17 @@ def say_plan(args, job, rows_a_step: int, device, dtype, ranks) -> None:
 
 
 def check_room(args, job, device, dtype, ranks) -> None:
-    """UserError where the disk, the memory, a state to go on from or the checkpoint's format will
-    not do."""
-    from common import checkpoint, draft_shape, export, train_inputs
+    """UserError where the disk, the memory or the checkpoint's format will not do."""
+    from common import draft_shape, export, train_inputs
 
     out = Path(args.output_dir)
     # the states kept, one more (it is whole before the oldest goes), and the checkpoint
     size = draft_shape.parameter_count(job.shape)
     needed = size * ((args.keep_states + 1) * (12 + dtype.itemsize) + 4)
-    memory = draft_shape.memory_needed(job.shape, dtype.itemsize, ranks.world)
+    moments = 1 if args.optimizer == "muon" else 2
+    memory = draft_shape.memory_needed(
+        job.shape, dtype.itemsize, ranks.world, moments, args.train_lm_head
+    )
     say(
         ranks,
         f"train: {size / 1e6:.1f} M parameters; up to {needed / 1e9:.2f} GB of disk,"
@@ -277,8 +290,6 @@ def check_room(args, job, device, dtype, ranks) -> None:
     artifacts.require_space(out, needed, args.overwrite, "lower --keep-states")
     if device == "cuda":
         train_inputs.require_memory(memory)
-    if ranks.first and not args.overwrite:
-        checkpoint.check_state(out / "state", len(job.steps))
     if ranks.first:  # last, for it takes seconds
         export.speculators_draft(job.shape, job.model, job.data.layers[:-1], args.ttt_steps, dtype)
 
@@ -312,19 +323,21 @@ def train_draft(args, job, device, dtype, ranks) -> tuple[dict | None, int, floa
     if device == "cuda":
         training.rehearse(trainer, teacher, loaded.reader.read(steps[0].rows[0]).to(device))
         torch.cuda.synchronize()
-        ranks.agree(True)  # their first steps would wait for each other's kernels
+    ranks.agree(True)  # all are there; none waits for another's kernels in its first step
+    if device == "cuda":
         say(ranks, f"train: kernels ready after {progress.duration(time.monotonic() - began)}")
     if ranks.first:  # nothing that was there is lost to what fails until here
         if args.overwrite:
             artifacts.empty_output(out)
         artifacts.write_json(out / artifacts.REPORT, job.report({}, None, 0))
     tokens = list(map(job.step_tokens, steps))
-    stopper = progress.Stopper()
+    spent, reader = loaded.spent, loaded.reader
     log = StepLog(
-        out, steps, tokens, begun, loaded.spent, trainer, loaded.reader, stopper, args.tensorboard
+        out, steps, tokens, begun, held.measured, spent, trainer, reader, args.tensorboard
     )
     mine = [row for step in steps[begun:] for row in step.rows[ranks.rank :: ranks.world]]
     rows = loading.rows_ahead(loaded.reader, mine, device)
+    stopper = progress.Stopper()
 
     def end_of_epoch(number: int) -> bool:
         return number == len(steps) or steps[number].epoch != steps[number - 1].epoch
@@ -363,7 +376,7 @@ def train_draft(args, job, device, dtype, ranks) -> tuple[dict | None, int, floa
             checkpoint.save_state(out / "state", number, trainer, counters, best, args.keep_states)
         if stop and number < len(steps) and not ended:
             raise cli.Interrupted(
-                stopper.code or 143, f"state after step {number} saved; run again to continue"
+                stopper.code or 143, f"state after step {number} saved; {cli.again()} to continue"
             )
         log.restart()
     log.close()

@@ -60,6 +60,8 @@ def main() -> None:
     if a.data is None:
         a.data = a.fast / "data"
         make_data(a.data)
+    if max(a.sizes) == 1 and {"kill-extract", "kill-train"} & set(a.parts):
+        p.error("a rank is killed of several: --sizes over 1")
     for part in a.parts:
         PARTS[part](a)
 
@@ -211,11 +213,10 @@ def killed(what: str, a: argparse.Namespace, command: list[Any], ready: Any, ran
     process = start(log, *command)
     while process.poll() is None and not ready():
         time.sleep(0.01)
-    ranks = [
-        p
-        for p in psutil.Process(process.pid).children(recursive=True)
-        if rank in p.name() or rank in " ".join(p.cmdline())
-    ]
+    if process.poll() is not None:
+        sys.exit(f"{log}: ended before it could be killed\n{log.read_text()[-2000:]}")
+    children = psutil.Process(process.pid).children(recursive=True)
+    ranks = [p for p in children if rank in p.name() or rank in " ".join(p.cmdline())]
     os.kill(ranks[-1].pid, signal.SIGKILL)
     began = time.monotonic()
     code = process.wait()

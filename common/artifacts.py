@@ -151,7 +151,8 @@ def check_ours(folder: Path) -> None:
     for path in folder.iterdir():
         if not any(fnmatch(path.name, pattern) for pattern in ours):
             raise UserError(
-                f"{folder}: --overwrite would delete {path.name}, which is not of ours; choose"
+                f"{folder}: --overwrite would delete {path.name}, which none of these scripts"
+                " wrote; choose"
                 " another --output-dir, or move it"
             )
 
@@ -341,11 +342,10 @@ def earlier_run(
     differing = [k for k in {**held, **asked} if held.get(k) != asked.get(k)]
     if differing:
         k = differing[0]
-        other = k.removeprefix("input ")
-        made = f"from another {other}" if k != other else f"with {k}"
+        values = f"= {shorten(held.get(k))}, asked for {shorten(asked.get(k))}"
+        made = f"from other data ({k} {values})" if k.startswith("input ") else f"with {k} {values}"
         raise UserError(
-            f"{folder}: was made {made} = {shorten(held.get(k))}, asked for"
-            f" {shorten(asked.get(k))}{' and more' if len(differing) > 1 else ''};"
+            f"{folder}: was made {made}{' and more' if len(differing) > 1 else ''};"
             " choose another --output-dir, or --overwrite to replace it"
         )
     whole = all((folder / name).exists() for name in products)

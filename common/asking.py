@@ -13,7 +13,7 @@ from typing import Any
 
 from common.artifacts import atomic_file, decode_json
 from common.chat import END_THINK, THINK
-from common.cli import UserError
+from common.cli import UserError, again
 from common.conversations import CUT
 from common.prompts import Prompt
 from common.samples import SEPARATOR
@@ -161,7 +161,7 @@ def read_answers(path: Path, all_turns: bool) -> dict[str, Done]:
             except (ValueError, TypeError, KeyError) as e:
                 raise UserError(
                     f"{path}: the line after byte {good} is damaged ({e}); delete that line (its"
-                    " prompt is asked again) and run the same command"
+                    f" prompt is asked again) and {again()}"
                 ) from None
             good += len(line)
     with open(path, "r+b") as f:

@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError
 
 from common.artifacts import fsync_folder, read_json, write_json
-from common.cli import UserError
+from common.cli import UserError, again
 from common.hidden_files import file_checksum
 from common.optimizers import moments, restore_moments
 from common.progress import log
@@ -50,8 +50,7 @@ def save_state(
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
 
-    error: Exception | None = None
-    try:
+    def write() -> None:
         ranks.in_turn(make)
         if ranks.first:
             weights = {n: p.detach() for n, p in trainer.draft.named_parameters()}
@@ -60,28 +59,35 @@ def save_state(
         write_tensors(
             partial / MOMENTS.format(ranks.rank), moments(trainer.draft, trainer.optimizers)
         )
-    except (OSError, SafetensorError) as e:
-        error = e
-    if not ranks.agree(error is None):
-        if ranks.first:
-            shutil.rmtree(partial, ignore_errors=True)
-        raise UserError(
-            f"{folder}: cannot write the state of step {step} ({error or 'on another rank'}); free"
-            " space, then run the same command again"
-        )
-    if not ranks.first:
-        return
-    checksums = {path.name: file_checksum(path) for path in partial.iterdir()}
-    write_json(partial / "state.json", {"step": step, "checksums": checksums, **counters})
-    fsync_folder(partial)
-    final = folder / f"step_{step}"
-    shutil.rmtree(final, ignore_errors=True)
-    os.rename(partial, final)
-    fsync_folder(folder)
-    kept = sorted(whole_states(folder), key=step_of)[-keep:]
-    for old in folder.iterdir():
-        if old not in kept:
-            shutil.rmtree(old, ignore_errors=True)
+
+    def finish() -> None:
+        if not ranks.first:
+            return
+        checksums = {path.name: file_checksum(path) for path in partial.iterdir()}
+        write_json(partial / "state.json", {"step": step, "checksums": checksums, **counters})
+        fsync_folder(partial)
+        final = folder / f"step_{step}"
+        shutil.rmtree(final, ignore_errors=True)
+        os.rename(partial, final)
+        fsync_folder(folder)
+        kept = sorted(whole_states(folder), key=step_of)[-keep:]
+        for old in [*folder.glob(".step_*.partial"), *named_states(folder)]:
+            if old not in kept:
+                shutil.rmtree(old, ignore_errors=True)
+
+    for part in write, finish:  # no rank goes on, or says that it is saved, before it is
+        error: Exception | None = None
+        try:
+            part()
+        except (OSError, SafetensorError) as e:
+            error = e
+        if not ranks.agree(error is None):
+            if ranks.first:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise UserError(
+                f"{folder}: cannot write the state of step {step} ({error or 'on another rank'});"
+                f" free space, then {again()}"
+            )
 
 
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
@@ -97,9 +103,12 @@ def step_of(state: Path) -> int:
     return int(state.name.removeprefix("step_"))
 
 
+def named_states(folder: Path) -> list[Path]:
+    return [p for p in folder.glob("step_*") if p.name.removeprefix("step_").isdigit()]
+
+
 def whole_states(folder: Path) -> list[Path]:
-    named = [p for p in folder.glob("step_*") if p.name.removeprefix("step_").isdigit()]
-    return [p for p in named if (p / "state.json").is_file()]
+    return [p for p in named_states(folder) if (p / "state.json").is_file()]
 
 
 def latest_state(folder: Path) -> Path | None:
@@ -108,11 +117,11 @@ def latest_state(folder: Path) -> Path | None:
 
 
 def check_state(folder: Path, steps: int) -> None:
-    """UserError where the newest state is damaged, see check_whole; says which folders are no
+    """UserError where the newest state is damaged, see check_whole; logs folders that are not
     whole states."""
-    for other in folder.glob("step_*"):
+    for other in named_states(folder):
         if not (other / "state.json").is_file():
-            log(f"train: note: {other} has no state.json, it is left aside")
+            log(f"train: note: {other} has no state.json; the next state replaces it")
     newest = latest_state(folder)
     if newest is not None:
         check_whole(newest, steps)
@@ -140,8 +149,8 @@ def check_whole(path: Path, steps: int) -> None:
                 raise UserError(f"{name} is not what was written")
     except (UserError, OSError) as e:
         raise UserError(
-            f"{path}: the state is damaged ({e}); delete that folder and run the same command"
-            " again, which goes on from an older state or starts over"
+            f"{path}: the state is damaged ({e}); delete that folder and {again()};"
+            " it goes on from an older state or starts over"
         ) from None
 
 

@@ -336,7 +336,7 @@ def run(main: Callable[[], None]) -> NoReturn:
         report_error(f"interrupted: {e}")
         finish(e.code)
     except KeyboardInterrupt:
-        report_error("interrupted before any work was saved")
+        report_error(f"interrupted; {again()} to continue from what is saved")
         finish(130)
     except UserError as e:
         report_error(str(e))
@@ -349,7 +349,10 @@ def run(main: Callable[[], None]) -> NoReturn:
         finish(1)
     except Exception as e:  # a bug or a library's fault: show all of it, then one line
         if type(e).__name__ == "OutOfMemoryError":
-            report_error("out of GPU memory; lower --max-batch-tokens (with --overwrite)")
+            report_error(
+                f"out of GPU memory; end what else is on the GPU (nvidia-smi), then {again()};"
+                " where nothing is, --max-batch-tokens and --batch-size ask for too much"
+            )
             finish(1)
         traceback.print_exc()
         report_error(one_line(e, 500))
@@ -370,12 +373,18 @@ def open_streams() -> None:
 
 def _terminated(_signal: int, _frame: object) -> None:
     """SIGTERM while nothing can be saved (checks, loading); a Stopper replaces this."""
-    raise Interrupted(143, "SIGTERM before any work of this run was saved")
+    raise Interrupted(143, f"SIGTERM; {again()} to continue from what is saved")
 
 
 def one_line(e: BaseException, most: int = 300) -> str:
     """An exception's type and the beginning of its text, on one line."""
     return f"{type(e).__name__}: {' '.join(str(e).split())[:most]}"
+
+
+def again() -> str:
+    """What goes on with a run that has ended early; the same with --overwrite would begin anew."""
+    without = ", without --overwrite," if "--overwrite" in sys.argv else ""
+    return f"run the same command again{without}"
 
 
 def report_error(text: str) -> None:
@@ -386,8 +395,8 @@ def report_error(text: str) -> None:
 def os_error_text(e: OSError) -> str:
     """One line for an I/O error, with what to do about it."""
     remedy = {
-        errno.ENOSPC: "free space or choose another --output-dir, then run the same command again",
-        errno.EDQUOT: "the disk quota is used up; free space, then run the same command again",
+        errno.ENOSPC: f"free space or choose another --output-dir, then {again()}",
+        errno.EDQUOT: f"the disk quota is used up; free space, then {again()}",
         errno.EACCES: "check the folder's permissions or choose another --output-dir",
         errno.EROFS: "the file system is read-only; choose another --output-dir",
     }.get(e.errno or 0, "")

@@ -11,11 +11,12 @@ class Metrics:
     """metrics.jsonl, a line a step and one an epoch, and what TensorBoard reads if asked for.
 
     Args:
-        step: lines of later steps are dropped, those steps are about to be done again.
+        step, measured: lines of later steps, and of later measures, are dropped: they are about to
+            be done again.
     """
 
-    def __init__(self, out: Path, step: int, tensorboard: bool):
-        keep_metrics(out / "metrics.jsonl", step)
+    def __init__(self, out: Path, step: int, measured: int, tensorboard: bool):
+        keep_metrics(out / "metrics.jsonl", step, measured)
         self._file = open(out / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115
         self._board: Any = None
         if tensorboard:
@@ -39,14 +40,15 @@ class Metrics:
         self._board.flush()  # a run may end at any moment
 
 
-def keep_metrics(path: Path, step: int) -> None:
-    """Drop the lines of later steps."""
+def keep_metrics(path: Path, step: int, measured: int) -> None:
+    """Drop the lines of later steps, and of measures after `measured`."""
     if not path.exists():
         return
     kept = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
-            if json.loads(line)["step"] <= step:
+            found = json.loads(line)
+            if found["step"] <= (step if "loss" in found else min(step, measured)):
                 kept.append(line + "\n")
         except (ValueError, TypeError, KeyError):  # the line that a kill cut
             break

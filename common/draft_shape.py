@@ -116,11 +116,20 @@ def check_on_gpu(shape: DraftShape) -> None:
         raise UserError(f"--draft-shape: head_dim {shape.head_dim} is under 16, a GPU's least")
 
 
-def memory_needed(shape: DraftShape, itemsize: int, world: int) -> int:
-    """Bytes on the device that every step needs, activations left out: float32 weights, gradients
-    and two moments (a part of them on each of `world` ranks); in the compute dtype, of `itemsize`,
-    a copy, the best epoch's weights, and the verifier's embedding and head."""
-    draft = parameter_count(shape) * (4 + 4 + 8 / world + 2 * itemsize)
+def memory_needed(
+    shape: DraftShape, itemsize: int, world: int, moments: int, train_lm_head: bool
+) -> int:
+    """Bytes on the device that every step needs at least, activations left out: float32 weights;
+    gradients and moments of what is trained, a part of these on each of `world` ranks; in the
+    compute dtype, of `itemsize`, a copy, and the verifier's embedding and head.
+
+    Args:
+        moments: of the optimizer, a parameter.
+    """
+    count = parameter_count(shape)
+    trained = count if train_lm_head else count - shape.hidden_size * shape.draft_vocab_size
+    copy = itemsize if itemsize < 4 else 0
+    draft = count * (4 + copy) + trained * (4 + 4 * moments / world)
     return round(draft) + 2 * shape.vocab_size * shape.hidden_size * itemsize
 
 

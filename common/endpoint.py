@@ -9,7 +9,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from common.asking import Answer, Conversation, Refusal, split_reasoning
-from common.cli import UserError, one_line
+from common.cli import UserError, again, one_line
 from common.conversations import REASONING
 
 # What reading an answer that is no completion ends in.
@@ -91,7 +91,7 @@ class Endpoint:
             except (openai.OpenAIError, *ODD) as e:
                 self._fault = UserError(
                     f"--endpoint {self.url}: {reason_of(e)} (asking {asked.key}); {remedy(e)}, and"
-                    " run the same command again: what was answered is kept"
+                    f" {again()}: what was answered is kept"
                 )
         if self._fault and not found:
             raise self._fault

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.cli import UserError, finish, one_line, report_error
+from common.cli import UserError, again, finish, one_line, report_error
 from common.plan import MAX_SAMPLES_A_PASS, PASSES_IN_FLIGHT
 from common.progress import duration, heartbeat
 from common.verifier import Verifier
@@ -207,8 +207,7 @@ def stop_engine(llm: "LLM") -> None:
 def engine_died(reason: str) -> UserError:
     """The error for an engine that cannot go on in this process."""
     return UserError(
-        f"vLLM's engine died ({reason}); what is finished is saved, run the same command again to"
-        " continue"
+        f"vLLM's engine died ({reason}); what is finished is saved, {again()} to continue"
     )
 
 

@@ -8,7 +8,7 @@ import torch
 from safetensors import SafetensorError
 
 from common.artifacts import DRAFT, fsync_folder
-from common.cli import UserError, one_line
+from common.cli import UserError, again, one_line
 from common.draft_shape import DraftShape
 from common.eagle3 import Eagle3Draft
 from common.verifier import Verifier
@@ -125,8 +125,7 @@ def export_draft(
         fsync_folder(folder)
     except SafetensorError as e:  # an I/O error in safetensors' own words
         raise UserError(
-            f"{folder}: cannot write the checkpoint ({e}); free space, then run the same command"
-            " again"
+            f"{folder}: cannot write the checkpoint ({e}); free space, then {again()}"
         ) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)

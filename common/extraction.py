@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from common import selfcheck
-from common.cli import UserError, one_line
+from common.cli import UserError, again, one_line
 from common.forward import (
     Work,
     captured_answer,
@@ -197,7 +197,7 @@ class Passes:
             raise UserError(
                 f"{len(passed)} passes in a row failed, each sample alone too ({passed[-1]}); the"
                 " verifier or the machine is at fault, not the samples. What is finished is saved;"
-                " run the same command again to continue"
+                f" {again()} to continue"
             )
         passed.clear()
 

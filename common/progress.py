@@ -34,11 +34,8 @@ def quiet_libraries() -> None:
     if os.environ["PYTHONWARNINGS"] == "ignore":
         warnings.simplefilter("ignore")
     logging.captureWarnings(True)
-    for name in (
-        "py.warnings",
-        "vllm",
-        "huggingface_hub",
-    ):  # vllm warns before it has read its own level
+    # vllm warns before it has read its own level
+    for name in ("py.warnings", "vllm", "huggingface_hub"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
@@ -140,10 +137,6 @@ class Stopper:
         self.first = 0.0
         for sig in (signal.SIGTERM, signal.SIGINT):
             signal.signal(sig, self._note)
-
-    def since(self) -> float:
-        """Seconds since the first signal; 0 before it."""
-        return time.monotonic() - self.first if self.code else 0.0
 
     def _note(self, sig: int, _frame: object) -> None:
         if self.code and time.monotonic() < self.first + SAME_REQUEST_SECONDS:

@@ -7,6 +7,9 @@ ranks, and each rank keeps the optimizer state of a part of the parameters (ZeRO
 import contextlib
 import os
 import re
+import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,8 +18,11 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from common.cli import UserError
+from common.cli import UserError, again, report_error
 
+# torchrun asks the ranks to end when one of them has ended, or it was asked itself, and kills them
+# 30 seconds later.
+LATE_SECONDS = 25
 GLOO = re.compile("gloo|connection", re.I)  # its errors have no class of their own
 T = TypeVar("T")
 
@@ -54,19 +60,16 @@ class Ranks:
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
         """For what waits for the other ranks: UserError where one of them has ended. (NCCL
-        raises nothing: see training_log.)"""
+        raises nothing: see end_when_late.)"""
         try:
             yield
         except RuntimeError as e:
             if not (isinstance(e, dist.DistError) or GLOO.search(str(e))):
                 raise  # of this rank's own
-            raise self.lost() from None
-
-    def lost(self) -> UserError:
-        return UserError(
-            f"rank {self.rank} has lost another rank: that one was killed, or says its reason"
-            " itself; run the same command again to continue from the last state"
-        )
+            raise UserError(
+                f"rank {self.rank} has lost another rank: that one was killed, or says its reason"
+                f" itself; {again()} to continue from the last state"
+            ) from None
 
     def agree(self, ok: bool) -> bool:
         """Whether all ranks are ok; waits for all of them."""
@@ -99,6 +102,29 @@ def start_ranks(device: str) -> Ranks:
                 f" {torch.cuda.device_count()} GPUs; lower --nproc-per-node"
             )
         torch.cuda.set_device(local)
+    end_when_late()
     # the first rank's checks of a large data set are waited for
     dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timedelta(hours=2))
     return Ranks(dist.get_rank(), int(world))
+
+
+def end_when_late(seconds: float = LATE_SECONDS) -> None:
+    """From now on, end this process with an error where it still runs so long after SIGTERM or
+    SIGINT: NCCL waits without end for a rank that is gone, and in C, where Python sees no signal.
+    Call it from the main thread."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer)
+
+    def watch() -> None:
+        while os.read(reader, 1)[0] not in (signal.SIGTERM, signal.SIGINT):
+            pass
+        time.sleep(seconds)
+        report_error(
+            f"{seconds:g} s after the signal this rank still waits for another one, which was"
+            f" killed or says its reason itself, or it still computes; {again()} to continue from"
+            " the last state"
+        )
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

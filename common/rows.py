@@ -68,7 +68,7 @@ def parse_source(text: str, flag: str = "--dataset") -> Source:
         of_hub = [key for key in ("config", "split", "revision") if key in options]
         if of_hub:
             raise UserError(
-                f"{flag} {text}: {of_hub[0]} is of hub data sets; name the file itself instead"
+                f"{flag} {text}: {of_hub[0]} is for hub data sets alone; name the file itself"
             )
         files = tuple(local_files(Path(name)))
     else:

@@ -79,12 +79,14 @@ def generate(
     prompts: list[Prompt],
     end_ids: tuple[int, ...],
     max_new_tokens: int,
+    at_once: int,
     what: str,
 ) -> Run:
-    """Decode all prompts greedily, noting how many tokens each engine step emitted."""
+    """Decode all prompts greedily, `at_once` of them together as the engine is set, noting how
+    many tokens each of its steps emitted."""
     from vllm import SamplingParams
 
-    bar = Progress(f"evaluate: {what}", len(prompts), "prompts")
+    bar = Progress(f"evaluate: {what}", len(prompts), "prompts", at_once=at_once)
     answers = {prompt.id: Answer() for prompt in prompts}
     for prompt in prompts:
         params = SamplingParams(

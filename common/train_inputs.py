@@ -42,7 +42,14 @@ def open_data(args, model: Verifier) -> Data:
         "verifier": fingerprint(model),
     }
     check_prepared(identities["prepared"], prepared, vocab_map, vocab_report, hidden)
-    check_verifier(identities["verifier"], args.model_path, hidden)
+    artifacts.must_match(
+        "verifier",
+        hidden.path,
+        hidden.inputs.get("verifier"),
+        Path(args.model_path),
+        identities["verifier"],
+        "pass the --model-path that 03 was run with, or run 03 on this one",
+    )
     layers = check_layers(args.layers, model, hidden)
     samples = read_samples_of(args, prepared, hidden, model)
     return Data(prepared, maps, hidden, layers, samples, identities)
@@ -69,18 +76,6 @@ def check_prepared(identity: str, prepared: Path, vocab_map: Path, vocab_report,
         prepared,
         identity,
         "run 03 on this prepared data, or pass the --hidden-states made from it",
-    )
-
-
-def check_verifier(identity: str, model_path: str, hidden) -> None:
-    """UserError unless the states come from this verifier."""
-    artifacts.must_match(
-        "verifier",
-        hidden.path,
-        hidden.inputs.get("verifier"),
-        Path(model_path),
-        identity,
-        "pass the --model-path that 03 was run with, or run 03 on this one",
     )
 
 

@@ -39,8 +39,8 @@ class Job:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a run works with: of the training rows, and of the held-out ones; the steps that
-    earlier runs have done, and their seconds."""
+    """What a run works with: `reader` of the training rows, `held` the held-out measure; `begun`
+    and `spent`, the steps of earlier runs and their seconds."""
 
     trainer: Trainer
     teacher: Teacher

@@ -134,9 +134,6 @@ class StepSums:
         copied.record()
         return cls(there, copied, weights)
 
-    def there(self) -> bool:
-        return self.copied is None or self.copied.query()
-
     def wait(self) -> list[float]:
         if self.copied is not None:
             self.copied.synchronize()

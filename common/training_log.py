@@ -12,10 +12,8 @@ from common.curves import Metrics
 from common.draft_shape import DraftShape, flops_of_step
 from common.loading import RowReader
 from common.packing import Step, Work
-from common.progress import Progress, Stopper, log
+from common.progress import Progress, log
 from common.training import StepSums, Trainer, device_use, measure
-
-LOST_SECONDS = 15  # a step that does not end so long after a signal to end waits for nobody
 
 
 class StepLog:
@@ -25,9 +23,8 @@ class StepLog:
 
     Args:
         steps, tokens: the plan, and the tokens of each of its steps.
-        begun: steps that earlier runs have done.
+        begun, measured: steps that earlier runs have done, and the last that was measured after.
         reader: of the steps' rows.
-        stopper: tells how long ago this rank was asked to end.
     """
 
     def __init__(
@@ -36,19 +33,19 @@ class StepLog:
         steps: list[Step],
         tokens: list[int],
         begun: int,
+        measured: int,
         spent: float,
         trainer: Trainer,
         reader: RowReader,
-        stopper: Stopper,
         tensorboard: bool,
     ):
-        self.reader, self.stopper = reader, stopper
+        self.reader = reader
         self.steps, self.tokens, self.spent = steps, tokens, spent
         self.trainer = trainer
         self._launched: tuple[int, StepSums, Work, float] | None = None
         self.metrics = self.bar = None
         if trainer.ranks.first:
-            self.metrics = Metrics(out, begun, tensorboard)
+            self.metrics = Metrics(out, begun, measured, tensorboard)
             self.bar = Progress("train", sum(tokens), "tokens", initial=sum(tokens[:begun]))
         self.restart()
 
@@ -74,8 +71,6 @@ class StepLog:
             return False
         number, sums, work, lr = self._launched
         self._launched = None
-        if self.trainer.ranks.world > 1:
-            self._wait(sums)
         try:
             found = sums.metrics(number, work.losses)
         except UserError:
@@ -97,15 +92,6 @@ class StepLog:
             text += " acc " + " ".join(f"{a:.3f}" for a in found["accuracy_by_depth"])
             self.bar.add(tokens, text + "".join(f" {k} {v}" for k, v in use.items()))
         return sums.stop
-
-    def _wait(self, sums: StepSums) -> None:
-        """Wait for the sums, in Python, where a signal is noticed; UserError where another rank
-        has ended: NCCL goes on to wait for it, torchrun asks this one to end and kills it after
-        half a minute."""
-        while not sums.there():
-            if self.stopper.since() > LOST_SECONDS:
-                raise self.trainer.ranks.lost()
-            time.sleep(0.0005)
 
     def note_epoch(self, number: int, heldout: dict[str, Any]) -> None:
         epoch = self.steps[number - 1].epoch

@@ -1,11 +1,15 @@
 """Shared parts of the tests: the real embedded verifier, a tiny random one, the scripts."""
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before anything reads it
 
 import pytest
 from hypothesis import settings
@@ -38,29 +42,63 @@ def script(name: str, *args: object, **kwargs) -> subprocess.CompletedProcess:
     )
 
 
+def script_after(prelude: str, name: str, *args: object) -> subprocess.CompletedProcess:
+    """Run one of the scripts after some lines of Python, which put a fault into it."""
+    code = f"{prelude}\nimport runpy; runpy.run_path({str(ROOT / name)!r}, run_name='__main__')"
+    path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, args)],
+        capture_output=True, text=True, timeout=600, cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
+    )  # fmt: skip
+
+
 def must(result: subprocess.CompletedProcess) -> subprocess.CompletedProcess:
     """The process, which must have succeeded."""
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     return result
 
 
+def started(*command: object) -> subprocess.Popen[str]:
+    """Start Python on this, a script's path among it, with both streams caught."""
+    return subprocess.Popen(
+        [sys.executable, *map(str, command)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+    )  # fmt: skip
+
+
+def wait_until(process: subprocess.Popen[str], ready: Callable[[], bool]) -> None:
+    """Return as soon as `ready` says so, which the process must live to see."""
+    deadline = time.monotonic() + 240
+    while not ready():
+        assert process.poll() is None, "ended too early: " + process.communicate()[1][-2000:]
+        if time.monotonic() > deadline:
+            process.kill()
+            raise AssertionError("not ready: " + process.communicate()[1][-2000:])
+        time.sleep(0.002)
+
+
+def ended(process: subprocess.Popen[str], seconds: float = 120) -> subprocess.CompletedProcess:
+    """The process at its end, which must come within so many seconds."""
+    try:
+        out, err = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise AssertionError("did not end: " + process.communicate()[1][-2000:]) from None
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
 def killed(name, args, ready, sig) -> subprocess.CompletedProcess:
     """Run a script and send it a signal (0: none) as soon as `ready` says so."""
-    process = subprocess.Popen(
-        [sys.executable, str(ROOT / name), *map(str, args)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-    )
-    deadline = time.monotonic() + 240
-    while process.poll() is None and not ready() and time.monotonic() < deadline:
-        time.sleep(0.005)
-    if sig:
-        assert process.poll() is None, "ended too early: " + process.communicate()[1][-2000:]
-        process.send_signal(sig)
-    out, err = process.communicate(timeout=120)
-    return subprocess.CompletedProcess(args, process.returncode, out, err)
+    process = started(ROOT / name, *args)
+    wait_until(process, ready)
+    process.send_signal(sig)
+    return ended(process)
+
+
+def lines_of(path: Path) -> int:
+    """How many whole lines a file has, that may not be there yet."""
+    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def last_line(result: subprocess.CompletedProcess) -> str:
@@ -91,6 +129,19 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {
         str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*.safetensors"))
     }
+
+
+def check_ids(tokenizer, row: dict) -> None:
+    """Ids are the prompt as a server renders it, then the answer's own."""
+    said = row["messages"][-1]["content"]
+    asked = row["messages"][:-1]
+    n = len(row["loss_mask"])
+    while row["loss_mask"][n - 1]:
+        n -= 1
+    ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
+    assert row["input_ids"][:n] == list(ids)
+    assert tokenizer.decode(row["input_ids"][n:], skip_special_tokens=True) == said
+    assert (row["input_ids"][-1] == 2) == (row["finish_reason"] == "stop")
 
 
 @pytest.fixture(scope="session")
@@ -163,20 +214,23 @@ def train_args(stages: dict[str, Path], out: Path, *more: object) -> list[object
     ]  # fmt: skip
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 300 kB, mounted; skipped where the user may not mount."""
-    mount = tmp_path / "disk"
-    mount.mkdir()
+@contextlib.contextmanager
+def mounted(folder: Path, options: str) -> Iterator[Path]:
+    """A file system of its own in memory; skips the test where the user may not mount."""
+    folder.mkdir()
     made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", str(mount)], capture_output=True
+        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], capture_output=True
     )
     if made.returncode:
         pytest.skip("needs the right to mount a small tmpfs (run as root)")
-    yield mount
-    subprocess.run(["umount", str(mount)], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
 
 
-@pytest.fixture(autouse=True)
-def _offline(monkeypatch):
-    monkeypatch.setitem(os.environ, "HF_HUB_OFFLINE", "1")
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 300 kB."""
+    with mounted(tmp_path / "disk", "size=300k") as disk:
+        yield disk

@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 
-from common.artifacts import REPORT
-from tests.conftest import fails, last_line, must, script, write_jsonl
+from common.artifacts import REPORT, atomic_file
+from tests.conftest import extract_args, fails, last_line, mounted, must, script, write_jsonl
 
 CHAT = {
     "id": "c",
@@ -104,9 +104,8 @@ def test_damaged_journal_lines_are_ignored(tiny_stages, tmp_path, line):
     hidden = tmp_path / "hidden"
     shutil.copytree(tiny_stages["hidden"], hidden)
     (hidden / "journal.jsonl").write_text(line + "\n")
-    args = ["--model-path", tiny_stages["model"], "--prepared-data", tiny_stages["prepared"],
-            "--output-dir", hidden, "--max-seq-len", 256, "--max-batch-tokens", 512]  # fmt: skip
-    result = must(script("03_extract_hidden_states.py", *args, "--dry-run"))
+    args = extract_args(tiny_stages, hidden, "--dry-run")
+    result = must(script("03_extract_hidden_states.py", *args))
     assert "passes are done" not in result.stdout
     assert "dry run, every check passed" in last_line(result)
 
@@ -176,18 +175,13 @@ def test_data_changed_after_preparing_is_noticed(tiny_llama, tiny_prepared, tmp_
     fails(result, "was changed after 01 wrote it", folder=tmp_path / "o")
 
 
-def test_full_disk_while_extracting(tiny_stages, small_disk):
-    """Space runs out: caught by the plan; and in the middle, with what is whole kept."""
-    args = ["--model-path", tiny_stages["model"], "--prepared-data", tiny_stages["prepared"],
-            "--max-seq-len", 256, "--max-batch-tokens", 512]  # fmt: skip
+def test_a_disk_too_small_is_refused_by_the_plan(tiny_stages, small_disk):
     out = small_disk / "o"
-    result = script("03_extract_hidden_states.py", *args, "--output-dir", out)
+    result = script("03_extract_hidden_states.py", *extract_args(tiny_stages, out))
     fails(result, "GB free; free space", folder=out)
 
 
 def test_atomic_file_on_a_full_disk_leaves_nothing(small_disk):
-    from common.artifacts import atomic_file
-
     def write():
         with atomic_file(small_disk / "x") as f:
             f.write(b"0" * 400_000)
@@ -199,36 +193,23 @@ def test_atomic_file_on_a_full_disk_leaves_nothing(small_disk):
 
 def test_output_folder_that_cannot_be_written(tiny_stages, tmp_path):
     """A file where the folder should be, and a folder on a read-only file system."""
-    import subprocess
-
     file = tmp_path / "file"
     file.write_text("x")
     args = ["--model-path", tiny_stages["model"], "--prepared-data", tiny_stages["prepared"]]
     result = script("02_build_vocab_map.py", *args, "--draft-vocab-size", 64, "--output-dir", file)
     fails(result, "is a file; --output-dir takes a folder")
-    mount = tmp_path / "ro"
-    mount.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(mount)], check=False)
-    if made.returncode:
-        pytest.skip("needs the right to mount (run as root)")
-    try:
+    with mounted(tmp_path / "ro", "ro") as disk:
         result = script("02_build_vocab_map.py", *args, "--draft-vocab-size", 64,
-                        "--output-dir", mount / "o")  # fmt: skip
+                        "--output-dir", disk / "o")  # fmt: skip
         fails(result, "cannot write", "read-only")
-    finally:
-        subprocess.run(["umount", str(mount)], check=True)
 
 
 def test_a_folder_without_its_plan_says_what_to_do(tiny_stages, tmp_path):
     hidden = tmp_path / "hidden"
     shutil.copytree(tiny_stages["hidden"], hidden)
     (hidden / "plan.json").unlink()
-    args = ["--model-path", tiny_stages["model"], "--prepared-data", tiny_stages["prepared"],
-            "--output-dir", hidden, "--max-seq-len", 256, "--max-batch-tokens", 512]  # fmt: skip
-    result = script("03_extract_hidden_states.py", *args)
-    assert result.returncode == 1
-    assert "has no plan.json" in last_line(result)
-    assert "--overwrite makes it again" in last_line(result)
+    result = script("03_extract_hidden_states.py", *extract_args(tiny_stages, hidden))
+    fails(result, "has no plan.json", "--overwrite makes it again")
 
 
 def test_a_name_that_is_neither_a_file_nor_known_to_a_hub(smollm2, tmp_path, monkeypatch):

@@ -25,9 +25,7 @@ def test_a_damaged_state_says_what_to_do(tiny_stages, tmp_path):
     state = next((out / "state").glob("step_*")) / "state.json"
     state.write_text("{}")
     result = script("04_train.py", *train_args(tiny_stages, out))
-    assert result.returncode == 1
-    assert "the state is damaged" in last_line(result)
-    assert "delete that folder" in last_line(result)
+    fails(result, "the state is damaged", "delete that folder")
 
 
 def test_full_disk_for_training(tiny_stages, small_disk):

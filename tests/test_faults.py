@@ -1,7 +1,6 @@
 """Stage 3 when something fails: a sample, a pass, a worker, the engine."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -15,12 +14,19 @@ from common.artifacts import REPORT
 from common.plan import plan_units
 from tests.conftest import (
     ROOT,
+    ended,
     extract_args,
+    fails,
     files_of,
+    killed,
     last_line,
+    lines_of,
     must,
     script,
+    script_after,
+    started,
     train_args,
+    wait_until,
     write_jsonl,
 )
 from tests.tiny_models import make_llama, make_rows
@@ -72,18 +78,6 @@ def plain(tmp_path_factory, tiny_llama) -> dict:
 
 def args_of(stages, out, *more):
     return extract_args(stages, out, "--max-batch-tokens", 256, *more)
-
-
-def script_with(prelude: str, *args: object) -> subprocess.CompletedProcess:
-    """03 as a user runs it, but for some lines of Python that run first."""
-    code = f"{prelude}\nimport runpy; runpy.run_path({str(ROOT / '03_extract_hidden_states.py')!r},"
-    code += "run_name='__main__')"
-    path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return subprocess.run(
-        [sys.executable, "-c", code, *map(str, args)],
-        capture_output=True, text=True, timeout=600, cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
-    )  # fmt: skip
 
 
 def without(files: dict, indices: list[int]) -> dict:
@@ -175,7 +169,7 @@ common.extraction.Passes.__init__ = checked
 def test_a_pass_that_fails_costs_its_faulty_samples(odd, tmp_path, prelude):
     """It runs again, then sample by sample; those that fail alone too are left out."""
     out = tmp_path / "hidden"
-    result = script_with(prelude, *args_of(odd, out))
+    result = script_after(prelude, "03_extract_hidden_states.py", *args_of(odd, out))
     assert result.returncode == 1, result.stderr[-2000:]
     assert f"the first on line {odd['where'][0] + 1}" in last_line(result)
     assert "an illegal memory access, say" in last_line(result)
@@ -185,7 +179,8 @@ def test_a_pass_that_fails_costs_its_faulty_samples(odd, tmp_path, prelude):
 
 
 def test_two_passes_in_flight_give_the_same_bytes(plain, tmp_path):
-    must(script_with(QUEUE, *args_of(plain, tmp_path / "hidden")))
+    args = args_of(plain, tmp_path / "hidden")
+    must(script_after(QUEUE, "03_extract_hidden_states.py", *args))
     assert files_of(tmp_path / "hidden") == plain["whole"]
 
 
@@ -201,33 +196,18 @@ def test_a_broken_verifier_ends_the_run_before_any_data(plain, tmp_path):
     assert not list(out.glob("[!.]*"))
 
 
-def start(*args: object) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, str(ROOT / "03_extract_hidden_states.py"), *map(str, args)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
-    )  # fmt: skip
-
-
-def lines_of(path) -> int:
-    return path.read_bytes().count(b"\n") if path.exists() else 0
-
-
 def test_a_worker_that_dies_ends_the_run_clearly(plain, tmp_path):
     """TP=2, one worker killed; nothing is left running, and the same command finishes."""
     out = tmp_path / "hidden"
     args = args_of(plain, out, "--tp-size", 2, "--batch-size", 1)
-    process = start(*args)
-    while process.poll() is None and lines_of(out / "journal.jsonl") < 3:
-        time.sleep(0.005)
+    process = started("03_extract_hidden_states.py", *args)
+    wait_until(process, lambda: lines_of(out / "journal.jsonl") >= 3)
     children = psutil.Process(process.pid).children(recursive=True)
     workers = [child for child in children if "VLLM::Worker" in child.name()]
     assert len(workers) == 2
     workers[1].kill()
     killed_at = time.monotonic()
-    _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 1, stderr[-2000:]
-    assert "vLLM's engine died" in stderr.strip().splitlines()[-1]
-    assert "run the same command again" in stderr.strip().splitlines()[-1]
+    fails(ended(process, 60), "vLLM's engine died", "run the same command again")
     assert time.monotonic() - killed_at < 30
     assert not any(w.is_running() and w.status() != psutil.STATUS_ZOMBIE for w in workers)
     assert 3 <= lines_of(out / "journal.jsonl") < 24
@@ -258,13 +238,12 @@ def test_sigkill_loses_nothing(plain, tmp_path, moment):
     """Every file equals an unbroken run's (benchmarks/kill_resume.py: 20 random moments)."""
     out = tmp_path / "hidden"
     args = args_of(plain, out)
-    process = start(*args)
     until = {"first": 1, "middle": plain["passes"] // 2, "last": plain["passes"] - 1}[moment]
-    while process.poll() is None and lines_of(out / "journal.jsonl") < until:
-        time.sleep(0.001)
-    process.send_signal(signal.SIGKILL)
-    process.communicate(timeout=60)
-    assert process.returncode == -signal.SIGKILL
+    journal = out / "journal.jsonl"
+    result = killed(
+        "03_extract_hidden_states.py", args, lambda: lines_of(journal) >= until, signal.SIGKILL
+    )
+    assert result.returncode == -signal.SIGKILL
     assert until <= lines_of(out / "journal.jsonl") <= plain["passes"]
     assert json.loads((out / REPORT).read_text())["status"] == "in_progress"
     with open(out / "journal.jsonl", "a") as f:  # as a kill within the write leaves it

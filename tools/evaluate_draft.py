@@ -25,7 +25,7 @@ WITH_DRAFT = "with_draft.json"  # what was measured with the draft, until the re
 def parse_args():
     p = cli.Parser(STAGE, __doc__)
     p.add_common("--model-path")
-    p.add_argument("--draft", metavar="DIR", help="checkpoint written by 04")
+    p.add_argument("--draft", type=cli.path_text, metavar="DIR", help="checkpoint written by 04")
     p.add_argument(
         "--prompts", type=cli.path_text, nargs="+", metavar="FILE", help="held-out chat rows"
     )
@@ -119,14 +119,6 @@ def main() -> None:
         gpu_memory_utilization=args.gpu_memory_utilization,
         trust_remote_code=args.trust_remote_code,
     )
-    with_draft = base | {
-        "speculative_config": {
-            "model": str(draft),
-            "method": "eagle3",
-            "num_speculative_tokens": args.num_speculative_tokens,
-        },
-    }
-    decode = (asked, model.end_ids, args.max_new_tokens)
     half = out / WITH_DRAFT
     if state == "in_progress" and half.exists():
         progress.log(
@@ -134,15 +126,7 @@ def main() -> None:
         )
         drafted, counters, checked = read_half(half)
     else:
-        with engine.running(with_draft, args.engine_args, "evaluate") as llm:
-            checked = (
-                {} if stored is None else served_states.check_served(llm, *stored, draft, model)
-            )
-            serving.warm_up(llm, asked[: args.batch_size])
-            before = serving.spec_counters(llm)
-            drafted = serving.generate(llm, *decode, "with draft")
-            counters = {k: v - before.get(k, 0) for k, v in serving.spec_counters(llm).items()}
-        del llm
+        drafted, counters, checked = run_with_draft(args, model, base, asked, stored)
         if args.overwrite:
             artifacts.empty_output(out)
         # a verifier that does not come up a second time costs no more than that
@@ -152,12 +136,12 @@ def main() -> None:
         artifacts.write_json(half, dataclasses.asdict(drafted) | rest)
     with engine.running(base, args.engine_args, "evaluate") as llm:
         serving.warm_up(llm, asked[: args.batch_size])
-        plain = serving.generate(llm, *decode, "verifier alone")
+        plain = decode(args, model, llm, asked, "verifier alone")
 
     # ---------------------------------------------------------------- report
     result = summary(plain, drafted, counters, args.num_speculative_tokens, args.seed)
     result |= checked
-    table = format_table(result, args, len(asked))
+    table = format_table(result, len(asked))
     (out / "table.txt").write_text(table + "\n", encoding="utf-8")
     artifacts.write_json(out / "result.json", result)
     digest = artifacts.sha256_file(out / "result.json")
@@ -174,6 +158,37 @@ def main() -> None:
         f" (95% {low:.3f} to {high:.3f}) over {len(asked)} prompts;"
         f" {progress.duration(seconds)} -> {out}"
     )
+
+
+def run_with_draft(args, model, base, asked, stored) -> tuple:
+    """(Run with the draft, its counters, the check of its states, where there are some)."""
+    from common import engine, served_states, serving
+
+    draft = Path(args.draft)
+    speculative = {
+        "model": str(draft),
+        "method": "eagle3",
+        "num_speculative_tokens": args.num_speculative_tokens,
+    }
+    engine_args = base | {"speculative_config": speculative}
+    with engine.running(engine_args, args.engine_args, "evaluate") as llm:
+        checked = {}
+        if stored is not None:
+            ids, aux_TAH = stored
+            checked = served_states.check_served(llm, ids, aux_TAH, draft, model)
+        serving.warm_up(llm, asked[: args.batch_size])
+        before = serving.spec_counters(llm)
+        drafted = decode(args, model, llm, asked, "with draft")
+        counters = {k: v - before.get(k, 0) for k, v in serving.spec_counters(llm).items()}
+    if not counters["drafts"]:
+        raise cli.UserError("vLLM made no drafts: is the draft served by this vLLM at all?")
+    return drafted, counters, checked
+
+
+def decode(args, model, llm, asked, what: str):
+    from common import serving
+
+    return serving.generate(llm, asked, model.end_ids, args.max_new_tokens, args.batch_size, what)
 
 
 def read_half(path: Path) -> tuple:
@@ -194,8 +209,6 @@ def summary(plain, drafted, counters, depths: int, seed: int) -> dict:
     differ by the accepted tokens that fall behind an answer's end.
     """
     drafts, accepted = counters["drafts"], counters["accepted"]
-    if not drafts:
-        raise cli.UserError("vLLM made no drafts: is the draft served by this vLLM at all?")
     per_prompt = [(o.passes, o.passes_tokens) for o in drafted.answers.values() if o.passes]
     rng = random.Random(seed)
     means = []
@@ -221,7 +234,7 @@ def summary(plain, drafted, counters, depths: int, seed: int) -> dict:
     }
 
 
-def format_table(result: dict, args, count: int) -> str:
+def format_table(result: dict, count: int) -> str:
     positions = " ".join(f"{100 * a:.1f}%" for a in result["acceptance_by_position"])
     low, high = result["interval_95"]
     lines = [

@@ -212,8 +212,8 @@ def ask(args, server, conversations, turns: int, done, ended, path: Path, begin)
                     refused += 1
                     if not done and (refused == REFUSED or not (waiting or asked)):
                         raise cli.UserError(
-                            f"{answer.key}: {answer.reason}: {answer.detail}; so it went with the"
-                            f" first {refused} prompts"
+                            f"{answer.key}: {answer.reason}: {answer.detail}; the first"
+                            f" {refused} prompts all failed"
                         )
                     continue
                 if f is None:
@@ -231,7 +231,7 @@ def ask(args, server, conversations, turns: int, done, ended, path: Path, begin)
                     waiting.append(one)
     bar.close()
     if waiting or asked:
-        raise cli.Interrupted(stopper.code, f"{len(done)} answers are in {path}; run again")
+        raise cli.Interrupted(stopper.code, f"{len(done)} answers are in {path}; {cli.again()}")
 
 
 # ---------------------------------------------------------------- who is asked

@@ -7,7 +7,6 @@
 Then: speculators train --speculator-type eagle3 --data-path <output-dir> --on-missing raise ...
 """
 
-import argparse
 import os
 import shutil
 import sys
@@ -20,7 +19,7 @@ from common import artifacts, cli, progress
 STAGE = "speculators_layout"
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args():
     p = cli.Parser(STAGE, __doc__)
     p.add_common("--prepared-data", "--vocab-map", "--hidden-states", "--output-dir")
     p.need("--prepared-data", "--vocab-map", "--hidden-states", "--output-dir")
@@ -33,12 +32,13 @@ def main() -> None:
     out = Path(args.output_dir)
 
     # ---------------------------------------------------------------- check
-    from common import hidden_files, hidden_folder, samples, train_inputs
+    from common import hidden_files, hidden_folder, samples, train_inputs, vocab
 
     prepared, vocab_map = samples.prepared_folder(args.prepared_data), Path(args.vocab_map)
     hidden = hidden_folder.open_hidden(Path(args.hidden_states))
     vocab_report = artifacts.read_report(vocab_map, "vocab")
     size = vocab_report["settings"]["draft_vocab_size"]
+    vocab.load_map(vocab_map, vocab_report["settings"]["target_vocab_size"])
     identity = samples.prepared_identity(prepared)
     train_inputs.check_prepared(identity, prepared, vocab_map, vocab_report, hidden)
     if hidden.shape[2] == hidden_files.FP8:
