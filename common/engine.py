@@ -1,7 +1,7 @@
 """Starting and ending real vLLM in this process, the same way for every tool.
 
-Works with vLLM 0.26 to 0.33, CPU and CUDA builds. `prepare_environment` must run before
-vllm is imported.
+Run with vLLM 0.26 (CUDA) and 0.32 (CPU); 0.33 has been checked by reading. `prepare_environment`
+must run before vllm is imported.
 """
 
 import contextlib
