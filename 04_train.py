@@ -283,7 +283,7 @@ def check_room(args, job, device, dtype, ranks) -> None:
     say(
         ranks,
         f"train: {size / 1e6:.1f} M parameters; up to {needed / 1e9:.2f} GB of disk,"
-        f" {memory / 1e9:.2f} GB of memory, activations beside",
+        f" at least {memory / 1e9:.2f} GB of memory and the activations",
     )
     there = () if args.overwrite else out.rglob("*.safetensors")
     needed -= sum(p.stat().st_size for p in there)

@@ -148,7 +148,7 @@ def require_memory(needed_bytes: int) -> None:
     free, _ = torch.cuda.mem_get_info()
     if needed_bytes > free:
         raise cli.UserError(
-            f"needs {needed_bytes / 1e9:.1f} GB of GPU memory, activations beside, and"
+            f"needs {needed_bytes / 1e9:.1f} GB of GPU memory and the activations', and"
             f" {free / 1e9:.1f} GB are free; free it, take a larger GPU, or more of them by"
             " torchrun, which share the optimizer's state"
         )

@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from common import packed_row
-from common.draft_shape import DraftShape, flops_of_step
+from common.draft_shape import DraftShape, flops_of_step, memory_needed
 from common.eagle3 import Eagle3Draft, initialize, ttt_states
 from common.loss_table import loss_table
 from common.losses import linear_kl, teacher_probs
+from common.optimizers import make_optimizers, moments
 from common.packed_row import make_row
 from common.products import Products
 from common.ttt_step import Teacher, acceptance, heldout_counts, step_loss
@@ -318,6 +319,31 @@ def test_a_steps_operations_are_those_counted(train_lm_head, norms):
     # the teacher's rows are those of all depths together
     counted += 2 * (len(row.teacher_U) - max(rows)) * H * D
     assert counted == ran
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("train_lm_head", [True, False])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_memory_that_a_step_needs_at_least(dtype, train_lm_head, optimizer):
+    """All matrices that there are after a step, in bytes; Muon's own head is AdamW's, with a
+    moment more than is asked for."""
+    draft = fresh(shape(), teacher())
+    draft.lm_head.weight.requires_grad_(train_lm_head)
+    optimizers = make_optimizers(draft, optimizer, 1e-3, 0.0, 1)
+    products = Products(dtype)
+    matrices = [p for p in draft.parameters() if p.dim() == 2]
+    for p in draft.parameters():
+        p.grad = torch.zeros_like(p) if p.requires_grad else None
+    for one in optimizers:
+        one.step()
+    held = [x for p in matrices for x in (p.detach(), p.grad, products.copy(p)) if x is not None]
+    held += [x for x in moments(draft, optimizers).values() if x.dim() == 2]
+    sizes = {x.data_ptr(): x.numel() * x.element_size() for x in held}  # a float32 copy is none
+    found = sum(sizes.values()) + 2 * V * H * dtype.itemsize  # the verifier's
+    count = 2 if optimizer == "adamw" else 1
+    needed = memory_needed(draft.shape, dtype.itemsize, 1, count, train_lm_head)
+    head = 4 * D * H if optimizer == "muon" and train_lm_head else 0
+    assert needed == found - head
 
 
 def test_linear_kl_is_kl_with_its_gradient():

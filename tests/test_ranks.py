@@ -130,13 +130,14 @@ def test_a_killed_rank_ends_the_run_clearly(tiny_stages, alone, tmp_path, more):
     run = two_ranks(args)
     wait_until(run, lambda: bool(list((out / "state").glob("step_*"))))
     rank_processes(run)[1].kill()
-    result = ended(run, 30)
+    on_gpus = more == ON_GPUS  # where NCCL waits on, until ranks.LATE_SECONDS are over
+    result = ended(run, 60 if on_gpus else 30)
     assert result.returncode != 0
-    assert "has lost another rank" in result.stderr
+    assert ("still waits for another one" if on_gpus else "has lost another rank") in result.stderr
     assert "common/training.py" not in result.stderr  # no traceback of ours
     again = must(script("04_train.py", *args))
     assert "continuing after step" in again.stdout
-    if more != ON_GPUS:
+    if not on_gpus:
         assert losses(out) == pytest.approx(losses(alone), abs=1e-5)
 
 
@@ -149,7 +150,7 @@ def test_a_rank_that_waits_in_c_ends_after_a_signal():
         "Stopper()\n"
         "ranks.end_when_late(1)\n"
         "print('ready', flush=True)\n"
-        "hashlib.pbkdf2_hmac('sha256', b'', b'', 10**10)\n"
+        "hashlib.pbkdf2_hmac('sha256', b'', b'', 2 * 10**9)\n"
     )
     run = started("-c", code)
     assert run.stdout is not None
