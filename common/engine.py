@@ -1,7 +1,7 @@
 """Starting and ending real vLLM in this process, the same way for every tool.
 
-Run with vLLM 0.26 (CUDA) and 0.32 (CPU); 0.33 has been checked by reading. `prepare_environment`
-must run before vllm is imported.
+Runs with vLLM 0.26 (CUDA) and 0.32 (CPU); written for 0.33, which has not been tried.
+`prepare_environment` must run before vllm is imported.
 """
 
 import contextlib
