@@ -9,7 +9,6 @@ last state was saved, to the same bits.
 
 import functools
 import importlib.util
-import itertools
 import os
 import time
 from pathlib import Path
@@ -362,8 +361,9 @@ def train_draft(args, job, device, dtype, ranks) -> tuple[dict | None, int, floa
         work = packing.count_work(samples, args.ttt_steps, args.loss_rule)
         weights = [args.ttt_decay**k / max(1, n) for k, n in enumerate(work.losses)]
         lr = args.lr * training.schedule(number - 1, len(steps), args.warmup)
-        my_rows = itertools.islice(rows, len(step.rows[ranks.rank :: ranks.world]))
-        stop = log.add(number, trainer.step(teacher, my_rows, weights, lr, stopper.code), work, lr)
+        count = len(step.rows[ranks.rank :: ranks.world])
+        sums = trainer.step(teacher, rows, count, weights, lr, stopper.code)
+        stop = log.add(number, sums, work, lr)
         due = number % args.save_every == 0  # after the last step, the draft itself follows
         if not (stop or due or end_of_epoch(number)):
             continue

@@ -135,7 +135,7 @@ def main() -> None:
         began = time.perf_counter()
         row = rows[n % len(rows)]
         counts = [one.real for one in row.losses]
-        sums = trainer.step(teacher, [row], [1 / c for c in counts], 1e-4)
+        sums = trainer.step(teacher, iter([row]), 1, [1 / c for c in counts], 1e-4)
         launched = time.perf_counter() - began
         sums.metrics(n, counts)
         return time.perf_counter() - began, launched

@@ -7,7 +7,7 @@ all its TTT steps, summed in float32, instead of one a step added up in the comp
 Shape suffixes: N rows, I input size, O output size.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -69,8 +69,9 @@ class Products:
         self._uses.setdefault(weight, []).append((x_NI, dy_NO))
 
     @torch.no_grad()
-    def add_gradients(self) -> None:
-        """Add what the backward passes since the last call have left to the weights' gradients."""
+    def add_gradients(self, done: Callable[[torch.Tensor], None] = lambda weight: None) -> None:
+        """Add what the backward passes since the last call have left to the weights' gradients;
+        calls `done` with each weight, as soon as its gradient is launched."""
         # matrices that had the same inputs share them
         groups: dict[tuple[int, ...], list[torch.Tensor]] = {}
         for weight, uses in self._uses.items():
@@ -83,6 +84,7 @@ class Products:
                     weight.grad = gradient_OI
                 else:
                     weight.grad += gradient_OI
+                done(weight)
 
 
 class Operand(NamedTuple):

@@ -10,7 +10,8 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -81,6 +82,40 @@ class Ranks:
 
 
 ALONE = Ranks()
+
+
+class GradientSum:
+    """Adds up gradients over all ranks, each while the next ones are computed.
+
+    All ranks must begin their sums in one order, whatever order their gradients are done in.
+
+    Args:
+        parameters: in that order; best in that of the backward pass.
+    """
+
+    def __init__(self, ranks: Ranks, parameters: Sequence[torch.Tensor]):
+        self.ranks, self._left = ranks, deque(parameters)
+        self._done: set[torch.Tensor] = set()
+        self._begun: list[dist.Work] = []
+
+    def done(self, parameter: torch.Tensor) -> None:
+        """This rank's gradient of the parameter is whole."""
+        self._done.add(parameter)
+        with self.ranks.together():
+            while self._left and self._left[0] in self._done:
+                gradient = self._left.popleft().grad
+                self._begun.append(dist.all_reduce(gradient, async_op=True))
+
+    def finish(self) -> None:
+        """Begin what is left, with zeros where this rank has nothing, and have the work that
+        follows wait for all sums."""
+        for parameter in list(self._left):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            self.done(parameter)
+        with self.ranks.together():
+            for work in self._begun:
+                work.wait()
 
 
 def start_ranks(device: str) -> Ranks:

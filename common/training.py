@@ -1,7 +1,7 @@
 """The parts of 04's loop: what it is built of, one optimizer step, the held-out measure."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +14,7 @@ from common.eagle3 import Eagle3Draft, initialize
 from common.loading import RowReader, rows_ahead
 from common.packed_row import PackedRow
 from common.products import Products
-from common.ranks import ALONE, Ranks
+from common.ranks import ALONE, GradientSum, Ranks
 from common.verifier import Verifier, read_tensors
 
 
@@ -70,37 +70,48 @@ class Trainer:
         self.eval_products = Products(products.dtype) if products.float8 else products
 
     def backward(
-        self, teacher: ttt_step.Teacher, row: PackedRow, weights: list[float]
+        self,
+        teacher: ttt_step.Teacher,
+        row: PackedRow,
+        weights: list[float],
+        summed: GradientSum | None = None,
     ) -> torch.Tensor:
-        """Add a row's gradients; returns its sums, see step_loss."""
+        """Add a row's gradients, which a step's last row passes on to be summed over ranks; returns
+        its sums, see step_loss."""
         loss, sums = ttt_step.step_loss(self.draft, self.products, teacher, row, weights)
         loss.backward()
-        self.products.add_gradients()
+        if summed is None:
+            self.products.add_gradients()
+            return sums
+        for parameter in self.draft.parameters():
+            if parameter.grad is not None and parameter.dim() == 1:
+                summed.done(parameter)
+        self.products.add_gradients(summed.done)
         return sums
 
     def step(
         self,
         teacher: ttt_step.Teacher,
-        rows: Iterable[PackedRow],
+        rows: Iterator[PackedRow],
+        count: int,
         weights: list[float],
         lr: float,
         stop: int = 0,
     ) -> "StepSums":
-        """One optimizer step over this rank's rows; does not wait for a GPU.
+        """One optimizer step over this rank's next `count` rows; does not wait for a GPU.
 
         Args:
             weights: of each depth's summed KL, for the sum over all ranks' rows to be a mean.
             stop: nonzero where this rank was asked to end; see StepSums.stop.
         """
         sums = torch.zeros(2, len(weights), device=self.draft.fc.weight.device)
-        for row in rows:
-            sums += self.backward(teacher, row, weights)
         trained = [p for p in self.draft.parameters() if p.requires_grad]
-        if self.ranks.world > 1:
-            for parameter in trained:
-                if parameter.grad is None:  # no row was left for this rank
-                    parameter.grad = torch.zeros_like(parameter)
-                self.ranks.sum(parameter.grad)
+        summed = GradientSum(self.ranks, trained[::-1]) if self.ranks.world > 1 else None
+        for n in range(count):
+            last = n == count - 1
+            sums += self.backward(teacher, next(rows), weights, summed if last else None)
+        if summed is not None:
+            summed.finish()
         ends = torch.full((1,), float(stop), device=sums.device)
         noted = self.ranks.sum(torch.cat([sums.flatten(), ends]))
         for optimizer in self.optimizers:

@@ -106,7 +106,7 @@ def test_rows_of_other_lengths_compile_nothing():
     compiled = []
     for seed, turn in enumerate(lengths):
         row = pack([sample(seed, [turn]), *MULTI_TURN]).to("cuda")
-        trainer.step(t, [row], [1.0] * DEPTHS, 1e-3).metrics(seed, counts(row))
+        trainer.step(t, iter([row]), 1, [1.0] * DEPTHS, 1e-3).metrics(seed, counts(row))
         compiled.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert compiled[0] > 0
     assert compiled[-1] == compiled[1]
