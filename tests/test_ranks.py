@@ -10,7 +10,17 @@ import pytest
 import torch
 
 from common.artifacts import REPORT
-from tests.conftest import ended, fails, lines_of, must, script, started, train_args, wait_until
+from tests.conftest import (
+    ROOT,
+    ended,
+    fails,
+    lines_of,
+    must,
+    script,
+    started,
+    train_args,
+    wait_until,
+)
 
 GPUS = torch.cuda.device_count()
 SETTINGS = ("--compute-dtype", "float32", "--device", "cpu", "--max-batch-tokens", 256,
@@ -139,6 +149,28 @@ def test_a_killed_rank_ends_the_run_clearly(tiny_stages, alone, tmp_path, more):
     assert "continuing after step" in again.stdout
     if not on_gpus:
         assert losses(out) == pytest.approx(losses(alone), abs=1e-5)
+
+
+def test_gradients_that_are_done_in_another_order_are_summed_with_their_own(tmp_path):
+    """One rank has nothing for the first."""
+    code = tmp_path / "sums.py"
+    code.write_text(f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+import torch
+from common.ranks import GradientSum, start_ranks
+ranks = start_ranks("cpu")
+parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(3)]
+for n, p in enumerate(parameters[ranks.rank:], ranks.rank):
+    p.grad = torch.full((2,), 10.0**n * (ranks.rank + 1))
+summed = GradientSum(ranks, parameters)
+for n in ((0, 1, 2), (2, 1))[ranks.rank]:
+    summed.done(parameters[n])
+summed.finish()
+print(*(p.grad[0].item() for p in parameters))
+""")
+    run = must(ended(started("-m", "torch.distributed.run", "--nproc-per-node", 2, code)))
+    assert run.stdout.splitlines() == ["1.0 30.0 300.0"] * 2
 
 
 def test_a_rank_that_waits_in_c_ends_after_a_signal():
