@@ -193,7 +193,8 @@ def ask(args, server, conversations, turns: int, done, ended, path: Path, begin)
     and to `ended` why one could not go on; calls `begin` before the first."""
     from common import asking
 
-    bar = progress.Progress("regenerate", turns, "answers", len(done), at_once=server.room())
+    at_once = args.concurrency if args.endpoint else args.batch_size
+    bar = progress.Progress("regenerate", turns, "answers", len(done), at_once)
     stopper = progress.Stopper()
     waiting, asked = list(reversed(conversations)), dict[str, Any]()
     refused, f = 0, None
