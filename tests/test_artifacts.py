@@ -4,6 +4,7 @@ import pytest
 
 from common import artifacts
 from common.cli import UserError
+from common.progress import Progress
 
 
 def test_a_write_that_fails_leaves_the_old_file(tmp_path):
@@ -123,3 +124,11 @@ def test_what_an_overwrite_could_not_finish_keeps_its_report(small_disk, tmp_pat
     with pytest.raises(OSError):  # noqa: PT011 (a file system is mounted there)
         artifacts.empty_output(tmp_path)
     assert (tmp_path / artifacts.REPORT).exists()
+
+
+def test_an_eta_waits_for_what_is_under_way():
+    bar = Progress("ask", 100, "answers", at_once=10)
+    bar.done = 10
+    assert bar.line(5) == "ask: 10/100 answers (10.0%) 2.0 answers/s ETA ?"
+    bar.done = 20
+    assert bar.line(5).endswith("4.0 answers/s ETA 20s")
