@@ -136,8 +136,6 @@ def main() -> None:
     progress.quiet_libraries()
     # CUDA's matrix products repeat their bits only with a fixed workspace.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    # MKL may otherwise choose the threads of a product anew, and other last bits with them.
-    os.environ.setdefault("MKL_DYNAMIC", "FALSE")
     started = time.monotonic()
     from common import curves, serving, train_inputs
     from common.ranks import start_ranks

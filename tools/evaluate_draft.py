@@ -136,7 +136,8 @@ def main() -> None:
         artifacts.write_json(half, dataclasses.asdict(drafted) | rest)
     with engine.running(base, args.engine_args, "evaluate") as llm:
         serving.warm_up(llm, asked[: args.batch_size])
-        plain = decode(args, model, llm, asked, "verifier alone")
+        limits = model.end_ids, args.max_new_tokens, args.batch_size
+        plain = serving.generate(llm, asked, *limits, "verifier alone")
 
     # ---------------------------------------------------------------- report
     result = summary(plain, drafted, counters, args.num_speculative_tokens, args.seed)
@@ -178,17 +179,12 @@ def run_with_draft(args, model, base, asked, stored) -> tuple:
             checked = served_states.check_served(llm, ids, aux_TAH, draft, model)
         serving.warm_up(llm, asked[: args.batch_size])
         before = serving.spec_counters(llm)
-        drafted = decode(args, model, llm, asked, "with draft")
+        limits = model.end_ids, args.max_new_tokens, args.batch_size
+        drafted = serving.generate(llm, asked, *limits, "with draft")
         counters = {k: v - before.get(k, 0) for k, v in serving.spec_counters(llm).items()}
     if not counters["drafts"]:
         raise cli.UserError("vLLM made no drafts: is the draft served by this vLLM at all?")
     return drafted, counters, checked
-
-
-def decode(args, model, llm, asked, what: str):
-    from common import serving
-
-    return serving.generate(llm, asked, model.end_ids, args.max_new_tokens, args.batch_size, what)
 
 
 def read_half(path: Path) -> tuple:
