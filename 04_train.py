@@ -307,12 +307,13 @@ def train_draft(args, job, device, dtype, ranks) -> tuple[dict | None, int, floa
     held-out measure, the steps taken and their seconds, of all runs."""
     import torch
 
-    from common import checkpoint, export, loading, packing, train_setup, training
+    from common import checkpoint, export, loading, packing, train_setup, training, vml
     from common.training_log import StepLog
 
     out, steps, data = Path(args.output_dir), job.steps, job.data
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    vml.settle()
     began = time.monotonic()
     loaded = train_setup.load(args, job, device, dtype, ranks)
     trainer, teacher, held, begun = loaded.trainer, loaded.teacher, loaded.held, loaded.begun

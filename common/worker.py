@@ -8,8 +8,11 @@ import signal
 
 import torch
 
+from common import vml
 from common.capture import CaptureMethods
 from common.served_states import ServingMethods
+
+vml.settle()  # vLLM imports this first, then loads the model and makes its rotary table
 
 
 class WorkerExtension(CaptureMethods, ServingMethods):
