@@ -1,8 +1,8 @@
 """Stage 2: the draft's vocabulary, the verifier's most frequent loss tokens.
 
 Reads one or several tokenized_data.jsonl and writes OUTPUT_DIR/d2t.npy (int64 offsets), t2d.npy
-(bool) and coverage.png. Special tokens that occur at loss positions, end-of-turn among them, are
-always in.
+(bool) and coverage.png. Always in are the end-of-turn tokens, and of the tokenizer's added tokens
+those that occur at loss positions.
 """
 
 import io

@@ -3,7 +3,7 @@
 Reads tokenized_data.jsonl, loads the verifier in vLLM (--tp-size GPUs) and writes the
 residual stream after each layer of --layers (0-based; the last is the final layer before
 the final norm). Run the same command again after a kill: it continues, and the finished
-folder is the same to the byte.
+files are the same to the byte.
 """
 
 import functools
@@ -64,14 +64,7 @@ def parse_args():
         metavar="N",
         help="call the folder finished with up to N samples that failed",
     )
-    p.add_argument(
-        "--load-timeout",
-        type=cli.between(0.01, 10_000),
-        default=120,
-        metavar="MINUTES",
-        help="give up on a verifier that takes longer to load",
-    )
-    p.add_common("--engine-args")
+    p.add_common("--engine-args", "--load-timeout")
     p.add_argument(
         "--verify", action="store_true", help="read a finished folder again, load nothing"
     )
@@ -114,13 +107,7 @@ def main() -> None:
     settings = run_settings(args, layers, model, dtype, storage)
     inputs = {"prepared": samples.prepared_identity(folder)}
     samples.check_tokenizer(folder, model)
-    if args.dry_run and not weights.here:
-        for name in ("verifier", "verifier_weights"):
-            inputs[name] = artifacts.held(out, "inputs", name) or ""
-    else:
-        preflight.require_weights(model, weights)
-        inputs["verifier"] = verifier.fingerprint(model)
-        inputs["verifier_weights"] = verifier.weights_fingerprint(model)
+    inputs |= preflight.identities(model, weights, out, args.dry_run)
     state = artifacts.earlier_run(out, STAGE, settings, inputs, args.overwrite)
 
     # ---------------------------------------------------------------- plan
@@ -168,7 +155,8 @@ def main() -> None:
         raise cli.UserError(
             f"{len(missing)} of {len(lengths)} samples have no hidden states, the first on line"
             f" {first + 1} of {folder / samples.FILE}: {missing[first]}. Run again to try them once"
-            f" more, mend or remove them, or accept it with --allow-missing {len(missing)}"
+            f" more, or accept it with --allow-missing {len(missing)}; mended data are other data,"
+            " extracted anew"
         )
 
     # ---------------------------------------------------------------- report
@@ -237,9 +225,7 @@ def extract(args, work, report, units, lengths, done) -> None:
     from common import engine, extraction, journal, probe, verifier
 
     model, out = work.model, work.out
-    head = None
-    if work.layers[-1] == model.num_layers - 1:
-        head = verifier.read_tensors(model, ("norm", "lm_head"))
+    head = verifier.read_tensors(model, ("norm", "lm_head"))
     engine.prepare_environment(args.tp_size)
     loading = time.monotonic()
     engine_args = engine.capture_engine_args(
@@ -355,6 +341,11 @@ def check_layers(layers: list[int], model) -> list[int]:
         raise cli.UserError(
             f"--layers {' '.join(map(str, layers))}: expected distinct layers from 0 to"
             f" {model.num_layers - 1}"
+        )
+    if len(layers) != 4 or max(layers) != model.num_layers - 1:
+        raise cli.UserError(
+            f"--layers {' '.join(map(str, layers))}: expected three aux layers, as vLLM feeds a"
+            f" draft, and the final one, {model.num_layers - 1}, from which 04 makes its targets"
         )
     return sorted(layers)
 

@@ -369,13 +369,13 @@ def train_draft(args, job, device, dtype, ranks) -> tuple[dict | None, int, floa
         if not (stop or due or end_of_epoch(number)):
             continue
         stop = log.settle() or stop
-        if end_of_epoch(number) and (not stop or number == len(steps)):
+        if end_of_epoch(number) and not stop:
             ended = judge_epoch(number)
-        if (stop or due) and number < len(steps) and not ended:
+        if stop or (due and number < len(steps) and not ended):
             counters = {"seconds": round(log.spent, 2), **held.counters()}
             best = held.weights if held.best and held.best["step"] < number else {}
             checkpoint.save_state(out / "state", number, trainer, counters, best, args.keep_states)
-        if stop and number < len(steps) and not ended:
+        if stop:
             raise cli.Interrupted(
                 stopper.code or 143, f"state after step {number} saved; {cli.again()} to continue"
             )

@@ -19,9 +19,25 @@ if [ "$CONFIG" = configs/smollm2-135m.yaml ]; then
         "$PY" tools/make_smollm2.py --output-dir models/smollm2-135m-instruct
 fi
 
-"$PY" tools/regenerate_responses.py --config "$CONFIG" ${PROMPTS:+--prompts "$PROMPTS"} --output-dir "$RUN/responses"
-"$PY" 01_prepare_data.py --config "$CONFIG" --dataset "$RUN/responses/responses.jsonl" --output-dir "$RUN/prepared"
-"$PY" 02_build_vocab_map.py --config "$CONFIG" --prepared-data "$RUN/prepared" --output-dir "$RUN/vocab_map"
-"$PY" 03_extract_hidden_states.py --config "$CONFIG" --prepared-data "$RUN/prepared" --output-dir "$RUN/hidden_states"
-"$PY" 04_train.py --config "$CONFIG" --prepared-data "$RUN/prepared" --vocab-map "$RUN/vocab_map" --hidden-states "$RUN/hidden_states" --output-dir "$RUN/draft"
-"$PY" tools/evaluate_draft.py --config "$CONFIG" --draft "$RUN/draft" ${EVAL_PROMPTS:+--prompts "$EVAL_PROMPTS"} --hidden-states "$RUN/hidden_states" --output-dir "$RUN/evaluation"
+# A stage runs beside this shell, which passes a signal on and waits until the stage has saved.
+child=
+trap '[ -z "$child" ] || kill -TERM "$child" 2>/dev/null' TERM INT
+stage() {
+    local status=0
+    "$PY" "$@" &
+    child=$!
+    wait "$child" || status=$?
+    while kill -0 "$child" 2>/dev/null; do # a signal has ended the wait, not the stage
+        status=0
+        wait "$child" || status=$?
+    done
+    child=
+    return "$status"
+}
+
+stage tools/regenerate_responses.py --config "$CONFIG" ${PROMPTS:+--prompts "$PROMPTS"} --output-dir "$RUN/responses"
+stage 01_prepare_data.py --config "$CONFIG" --dataset "$RUN/responses/responses.jsonl" --output-dir "$RUN/prepared"
+stage 02_build_vocab_map.py --config "$CONFIG" --prepared-data "$RUN/prepared" --output-dir "$RUN/vocab_map"
+stage 03_extract_hidden_states.py --config "$CONFIG" --prepared-data "$RUN/prepared" --output-dir "$RUN/hidden_states"
+stage 04_train.py --config "$CONFIG" --prepared-data "$RUN/prepared" --vocab-map "$RUN/vocab_map" --hidden-states "$RUN/hidden_states" --output-dir "$RUN/draft"
+stage tools/evaluate_draft.py --config "$CONFIG" --draft "$RUN/draft" ${EVAL_PROMPTS:+--prompts "$EVAL_PROMPTS"} --hidden-states "$RUN/hidden_states" --output-dir "$RUN/evaluation"

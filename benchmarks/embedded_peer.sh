@@ -2,7 +2,7 @@
 # Drafts for the embedded verifier on one GPU, from the same files, over the same epochs, all at
 # once: this project's, in bfloat16 and float8, and that of `speculators train` with its defaults.
 # Usage: benchmarks/embedded_peer.sh RESPONSES.jsonl FOLDER [EPOCHS]
-# RESPONSES.jsonl is of run_pipeline.sh. The drafts are FOLDER/ours, FOLDER/ours-float8 and
+# RESPONSES.jsonl and models/smollm2-135m-instruct are of run_pipeline.sh. The drafts are FOLDER/ours, FOLDER/ours-float8 and
 # FOLDER/theirs; compare them with tools/evaluate_draft.py and benchmarks/paired_acceptance.py.
 set -euo pipefail
 cd "$(dirname "$0")/.."

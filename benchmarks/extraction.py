@@ -3,8 +3,8 @@
     model KIND DIR     a random-weight checkpoint (llama8b, kimi8), made on the GPU
     data FOLDER        1000 samples of 100 to 2048 tokens, 503,619 in all, as 01 writes them
     plain MODEL DATA   the limit: vLLM's eager prefill of the same samples, nothing captured
-    touch DIR          the same, to use a virtual machine's memory once: the first use is slow
     disk DIR           write rate of a disk: as many threads as 03 uses, 29 MB files, fsync
+    touch DIR          the same, to use a virtual machine's memory once: the first use is slow
     report FOLDER NAME one line of a finished hidden-states folder: tok/s from the first pass to
                        the last file, as 03 says it; `run_s` is the process's, loading included
 
@@ -165,7 +165,7 @@ def sample_ids() -> list[list[int]]:
 
 
 def mask_of(length: int) -> list[int]:
-    """72 % of a sample carries loss, at its end, as of the original Kimi-K2.5 data."""
+    """72 % of a sample carries loss, at its end, as in chat data."""
     prompt = round(0.28 * length)
     return [0] * prompt + [1] * (length - prompt)
 

@@ -1,8 +1,9 @@
 """Stage 3 killed with SIGKILL at random moments and resumed: is every file an unbroken run's?
 
-Usage: python benchmarks/kill_resume.py [KILLS] [SEED]   (a tiny random Llama, on this machine)
+Of a tiny random Llama, on this machine.
 """
 
+import argparse
 import json
 import os
 import random
@@ -40,8 +41,11 @@ def journal_lines(out: Path) -> int:
 
 
 def main() -> None:
-    kills = int(sys.argv[1]) if len(sys.argv) > 1 else 20
-    rng = random.Random(int(sys.argv[2]) if len(sys.argv) > 2 else 0)
+    p = argparse.ArgumentParser(description=__doc__)
+    p.add_argument("kills", nargs="?", type=int, default=20)
+    p.add_argument("seed", nargs="?", type=int, default=0)
+    args = p.parse_args()
+    kills, rng = args.kills, random.Random(args.seed)
     folder = Path(tempfile.mkdtemp())
     make_llama(folder / "model")
     (folder / "prepared").mkdir()

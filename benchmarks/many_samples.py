@@ -1,13 +1,14 @@
 """Stage 3 at 100,000 samples: host memory, and how long a resume takes to begin.
 
-Usage: python benchmarks/many_samples.py run [SAMPLES]      all of them, 8 tokens each, tiny Llama
-       python benchmarks/many_samples.py resume [SAMPLES]   503 tokens each, all but a few done
+    run      all of them, 8 tokens each, tiny Llama
+    resume   503 tokens each, all but a few done
 
 `resume` lets 03 finish one pass, adds the other passes' files (empty ones of the right size,
 which is what a resume looks at) and journal lines, and times the next start until the
 verifier begins to load. Peak memory is the process's own (ru_maxrss).
 """
 
+import argparse
 import json
 import os
 import shutil
@@ -42,7 +43,7 @@ def command(folder: Path, out: Path) -> list[str]:
         sys.executable, str(ROOT / "03_extract_hidden_states.py"),
         "--model-path", str(folder / "model"), "--prepared-data", str(folder / "prepared"),
         "--output-dir", str(out), "--max-seq-len", "1024", "--max-batch-tokens", "1024",
-        "--layers", "7", "--storage-dtype", "fp8",  # 13 GB, were the files not empty
+        "--storage-dtype", "fp8",
     ]  # fmt: skip
 
 
@@ -65,7 +66,13 @@ def finish_all_but(out: Path, left: int) -> None:
 
 
 def main() -> None:
-    what, count = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 100_000
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("what", choices=["run", "resume"])
+    p.add_argument("samples", nargs="?", type=int, default=100_000)
+    args = p.parse_args()
+    what, count = args.what, args.samples
     folder = Path(tempfile.mkdtemp())
     out = folder / "hidden"
     make_llama(folder / "model")

@@ -2,7 +2,8 @@
 
 Usage: python benchmarks/paired_acceptance.py EVALUATION_A EVALUATION_B
 
-Both are folders of tools/evaluate_draft.py over the same prompts. The interval is a bootstrap
+Both are folders of tools/evaluate_draft.py over the same prompts; positive where B is better. The
+interval is a bootstrap
 over prompts, each drawn with both drafts' counts, so that easy prompts do not blur it.
 """
 

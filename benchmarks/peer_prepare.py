@@ -1,12 +1,12 @@
 """Stage 1 beside `speculators prepare-data` on the same conversations and tokenizer.
 
-Usage: python benchmarks/peer_prepare.py MODEL CONVERSATIONS.jsonl FOLDER
-The rows have `conversations`, the one form that theirs takes.
+The rows of DATA have `conversations`, the one form that theirs takes.
 Theirs renders through a running vLLM server, which this starts on this machine (its start is not
 counted). Prints a JSON line: both rates; of their rows, a turn each: how many are a beginning of
 one of ours, id for id; and over those, the places where the masks differ, by their token.
 """
 
+import argparse
 import json
 import os
 import signal
@@ -24,7 +24,13 @@ LONGEST = 2048
 
 
 def main() -> None:
-    model, data, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name in ("model", "data", "folder"):
+        p.add_argument(name)
+    args = p.parse_args()
+    model, data, folder = args.model, args.data, Path(args.folder)
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, str(ROOT / "01_prepare_data.py"), "--model-path", model]
     command += ["--dataset", data, "--max-seq-len", str(LONGEST), "--overwrite"]

@@ -3,25 +3,27 @@
 Every stage writes one JSON report beside its data (format version 1):
 
     format_version, stage, status ("in_progress" | "complete"), settings, inputs
-    {name: content_sha256}, counts, content_sha256, elapsed_seconds, versions
+    {name: hash of its content, or of each one's}, counts, content_sha256, elapsed_seconds, versions
 
 `settings` and `inputs` give the data its meaning and are hashed with it; paths,
 times and library versions are not, so the same data made twice has one hash.
 """
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
 
-from common.cli import UserError, os_error_text
+from common.cli import UserError, os_error_text, tell
 
 FORMAT_VERSION = 1
 REPORT = "data_config.json"
@@ -38,8 +40,8 @@ PRODUCTS = {
 RESUMED = ("state", "with_draft.json")  # what a stage that goes on would take for its own
 # Names that stages write, whole or under way: what --overwrite may delete.
 OURS = (
-    REPORT, LOCK, ".*.partial", "plan.json", "sample_lengths.json", "journal.jsonl", "rows_*-*",
-    "shard-*-of-*", "coverage.png", "metrics.jsonl", "curves.png", "tensorboard",
+    REPORT, LOCK, ".*.partial", ".probe", "plan.json", "sample_lengths.json", "journal.jsonl",
+    "rows_*-*", "shard-*-of-*", "coverage.png", "metrics.jsonl", "curves.png", "tensorboard",
     *RESUMED, *(n for names in PRODUCTS.values() if names != DRAFT for n in names),
 )  # fmt: skip
 _locks: list[IO] = []  # open until the process ends
@@ -117,7 +119,8 @@ def hold_output(
     overwrite: bool,
     state: str,
 ) -> None:
-    """Make the output folder and hold it against a second run, as long as the process lasts.
+    """Make the output folder and hold it against a second run, as long as the process lasts (a
+    file system that knows no locks is noted).
 
     UserError when another run does, or has changed it since earlier_run said `state`.
     """
@@ -131,6 +134,11 @@ def hold_output(
                 f"{folder}: another run is writing into it; wait for it, or choose another"
                 " --output-dir"
             ) from None
+        except OSError as e:
+            if e.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
+                raise
+            # Lustre without `-o flock`, say
+            tell(f"note: {folder} cannot be locked here; start no second run on it", sys.stdout)
         _locks.append(lock)
     except FileExistsError:
         raise UserError(f"{folder}: is a file; --output-dir takes a folder") from None

@@ -116,13 +116,18 @@ def line_of(asked: Conversation, answer: Answer) -> dict[str, Any]:
             said["reasoning_content"] = answer.reasoning
         if answer.tool_calls:
             said["tool_calls"] = answer.tool_calls
-        line["messages"] = [*asked.messages, said]
+        # for 01, where it has no ids: this answer is the verifier's, those before are context
+        line["messages"] = [*map(without_loss, asked.messages), said]
         if asked.tools:
             line["tools"] = asked.tools
     final = "answer cut by the length limit" if answer.finish_reason == CUT else answer.final
     if asked.later and final:
         line["final"] = final
     return line
+
+
+def without_loss(message: dict[str, Any]) -> dict[str, Any]:
+    return {**message, "weight": 0} if message["role"] == "assistant" else message
 
 
 def split_reasoning(text: str) -> tuple[str, str]:

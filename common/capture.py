@@ -51,8 +51,8 @@ def find_decoder(model: nn.Module, num_layers: int) -> tuple[nn.Module, nn.Modul
 
 
 class CaptureMethods:
-    """Worker methods, each called on all ranks by collective_rpc; others than 0 do nothing
-    and return None."""
+    """Worker methods, each called on all ranks by collective_rpc; capture is rank 0's, others
+    return None of it."""
 
     rank: int  # vLLM's worker has both
     model_runner: Any

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from common.cli import UserError
-from common.conversations import UNTRAINED, RowError
+from common.conversations import RowError
 
 # Stand for texts in renderings, to find where a template puts them.
 ANSWER, NEXT = "\ue000answer\ue001", "\ue000next\ue001"
@@ -279,7 +279,8 @@ class Template:
     def encode(self, messages: list[dict], tools: list | None = None) -> list[Encoded]:
         """Tokenize a conversation into one sample, or several where history is rewritten.
 
-        Raises RowError when no turn is the assistant's.
+        Raises RowError when no turn is the assistant's, and where the tokens of an answer cannot be
+        told with certainty.
         """
         turns = [n for n, m in enumerate(messages) if m["role"] == "assistant"]
         if not turns:
@@ -303,7 +304,7 @@ class Template:
                 samples.pop()
             else:
                 mask = [0] * len(prompt)
-            trained = 0 if messages[n].get(UNTRAINED) else 1
+            trained = 0 if messages[n].get("weight") == 0 else 1
             samples.append(Encoded(prompt + answer, mask + [trained] * len(answer), notes))
         return samples
 

@@ -6,6 +6,7 @@ answer at once. Values come from, in rising order: the flag's default, the YAML'
 """
 
 import argparse
+import contextlib
 import difflib
 import errno
 import json
@@ -15,7 +16,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 SECTIONS = ("common", "regenerate", "prepare", "vocab", "extract", "train", "evaluate")
 
@@ -37,7 +38,7 @@ class Interrupted(BaseException):
 
 
 def nearest(word: str, known: list[str]) -> str:
-    """Return `` (did you mean X?)`` for the most similar known word, or nothing."""
+    """Return `; did you mean X?` for the most similar known word, or nothing."""
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     return f"; did you mean {close[0]}?" if close else ""
 
@@ -136,6 +137,15 @@ def path_text(text: str) -> str:
 DTYPES = ["auto", "bfloat16", "float16", "float32"]
 
 
+class Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """Docstrings as they are, and flags with their defaults where these say something."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default in (None, False, {}, argparse.SUPPRESS) or "default" in str(action.help):
+            return action.help
+        return super()._get_help_string(action)
+
+
 class Parser(argparse.ArgumentParser):
     """Argparse without abbreviations, whose error is a single last line."""
 
@@ -145,11 +155,12 @@ class Parser(argparse.ArgumentParser):
             prog=prog,
             description=doc,
             allow_abbrev=False,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=Help,
         )
         self.section = section
         self.needed: list[str] = []
-        self.add_argument("--config", metavar="YAML", help="the verifier's YAML (configs/)")
+        if section in SECTIONS:
+            self.add_argument("--config", metavar="YAML", help="the verifier's YAML (configs/)")
 
     def error(self, message: str) -> NoReturn:
         print(f"see: python {self.prog} --help", file=sys.stderr)
@@ -205,7 +216,15 @@ class Parser(argparse.ArgumentParser):
             "--engine-args": dict(
                 type=json_object, default={}, metavar="JSON", help="more arguments of vLLM's engine"
             ),
-            "--seed": dict(type=seed, default=0, help="seed of what is random (01, 02: nothing)"),
+            "--load-timeout": dict(
+                type=between(0.01, 10_000),
+                default=120,
+                metavar="MINUTES",
+                help="give up on a verifier that takes longer to load",
+            ),
+            "--seed": dict(
+                type=seed, default=0, help="seed of what is random (nothing is in 01, 02 and 03)"
+            ),
             "--dry-run": dict(action="store_true", help="check everything, print the plan, stop"),
             "--overwrite": dict(action="store_true", help="replace what the output folder holds"),
             "--trust-remote-code": dict(
@@ -229,7 +248,7 @@ class Parser(argparse.ArgumentParser):
         argv = sys.argv[1:] if argv is None else argv
         peek = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         peek.add_argument("--config", nargs="?")
-        config = peek.parse_known_args(argv)[0].config
+        config = peek.parse_known_args(argv)[0].config if self.section in SECTIONS else None
         if config and not {"-h", "--help"} & set(argv):
             self.set_defaults(**self.read_yaml(Path(config)))
         args, unknown = self.parse_known_args(argv)
@@ -241,7 +260,8 @@ class Parser(argparse.ArgumentParser):
             if getattr(args, flag.lstrip("-").replace("-", "_")) is None:
                 key = flag.lstrip("-").replace("-", "_")
                 where = f"{config}: missing key {key}; " if config else ""
-                self.error(f"{where}{flag} is required (or `{key}:` in the YAML)")
+                yaml = f" (or `{key}:` in the YAML)" if self.section in SECTIONS else ""
+                self.error(f"{where}{flag} is required{yaml}")
         return args
 
     def read_yaml(self, path: Path) -> dict[str, Any]:
@@ -270,7 +290,7 @@ class Parser(argparse.ArgumentParser):
             self.error(f"{path}: expected sections {', '.join(SECTIONS)}")
         flags = self.flags()
         values: dict[str, Any] = {}
-        for section, keys in text.items():
+        for section, keys in sorted(text.items(), key=lambda x: x[0] != "common"):
             if section not in SECTIONS:
                 self.error(
                     f"{path}: unknown section {section}{nearest(str(section), list(SECTIONS))}"
@@ -313,10 +333,18 @@ class Parser(argparse.ArgumentParser):
         return out if many else out[0]
 
 
+def tell(text: str, stream: TextIO) -> None:
+    """Print one line now, if it can be: a log whose reader is gone (`| tee` after a hang-up) or
+    whose disk is full must not end a run that has hours of work in memory."""
+    with contextlib.suppress(OSError):
+        print(text, file=stream, flush=True)
+
+
 def finish(status: int) -> NoReturn:
     """Flush both streams and leave, with nothing printed by library threads after us."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in sys.stdout, sys.stderr:
+        with contextlib.suppress(OSError):
+            stream.flush()
     os._exit(status)
 
 
@@ -388,8 +416,7 @@ def again() -> str:
 
 
 def report_error(text: str) -> None:
-    sys.stdout.flush()
-    print(f"error: {' '.join(text.split())}", file=sys.stderr)
+    tell(f"error: {' '.join(text.split())}", sys.stderr)
 
 
 def os_error_text(e: OSError) -> str:

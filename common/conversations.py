@@ -36,7 +36,6 @@ KEPT = ("name", "tool_call_id")
 CUT = "length"  # finish_reason of an answer that the length limit cut
 # finish_reasons of servers that did not let the verifier end its answer
 NO_ANSWER = ("content_filter", "error", "abort")
-UNTRAINED = "untrained"  # of an answer that carries no loss
 
 
 class RowError(ValueError):
@@ -153,7 +152,7 @@ def message_of(n: int, turn: Any) -> dict[str, Any]:
             raise bad_row("malformed tool call", f"turn {n}: tool_calls is not a list")
         message["tool_calls"] = [tool_call(n, call) for call in calls]
     if turn.get("weight") == 0:  # OpenAI's fine-tuning format: context, not to be learnt
-        message[UNTRAINED] = True
+        message["weight"] = 0
     return message | {k: turn[k] for k in KEPT if turn.get(k)}
 
 

@@ -22,7 +22,7 @@ from common.chat import Encoded, Template, load_template
 from common.cli import UserError
 from common.conversations import CUT, NO_ANSWER, RowError, bad_row, messages_of, tools_of
 from common.rows import Row
-from common.samples import SEPARATOR, check_sample
+from common.samples import SEPARATOR, check_sample, conversation_id
 
 # Rows that a worker is handed at once: enough to hide the hand-over, few enough to fill all.
 CHUNK = 64
@@ -114,7 +114,11 @@ class RowEncoder:
             encoded = self.template.encode(messages, tools_of(value))
         # the same conversation has the same name, wherever it stands
         name = value.get("id")
-        name = conversation_name(known) if name is None else str(name)
+        if name is None:
+            name = conversation_name(known)
+        elif reason is None:  # not an answer of ours, whose names are of one conversation
+            name = conversation_id(name)
+        name = str(name)
         samples = []
         for one in encoded:
             counts.update(one.notes)

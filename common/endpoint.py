@@ -14,6 +14,7 @@ from common.conversations import REASONING
 
 # What reading an answer that is no completion ends in.
 ODD = (LookupError, TypeError, ValueError, AttributeError)
+FAILURES = 20  # questions that fail before a server is taken for broken
 
 
 class Endpoint:
@@ -52,6 +53,8 @@ class Endpoint:
         self._pool = ThreadPoolExecutor(concurrency, "ask")
         self._waiting: dict[Future[Answer], Conversation] = {}
         self._fault: UserError | None = None
+        self._failed: list[tuple[str, Exception]] = []  # the questions' fault, or the server's
+        self._answered = False
 
     def only_model(self) -> str:
         """The name of the one model that the server has."""
@@ -77,25 +80,50 @@ class Endpoint:
         self._waiting[self._pool.submit(self.ask, asked, seed)] = asked
 
     def answers(self) -> list[Answer | Refusal]:
-        """Wait a moment for answers. UserError, once all that came is returned, where the server
-        is not reached or does not answer as such a server does."""
+        """Wait a moment for answers.
+
+        A question that the server fails on is refused once another one is answered, which shows
+        that the server is well. UserError, once all that is under way has come and is returned,
+        where it is not reached, or fails on too many, or on all that are left.
+        """
         import openai
 
+        nothing_left = not self._waiting
         found: list[Answer | Refusal] = []
         for future in wait(self._waiting, timeout=0.5, return_when=FIRST_COMPLETED).done:
             asked = self._waiting.pop(future)
             try:
                 found.append(future.result())
-            except openai.BadRequestError as e:
+                self._answered = True
+            except (openai.BadRequestError, openai.UnprocessableEntityError) as e:
                 found.append(Refusal(asked.key, "refused by the server", reason_of(e)))
             except (openai.OpenAIError, *ODD) as e:
-                self._fault = UserError(
-                    f"--endpoint {self.url}: {reason_of(e)} (asking {asked.key}); {remedy(e)}, and"
-                    f" {again()}: what was answered is kept"
-                )
-        if self._fault and not found:
+                # 500 may be this question's fault; 502 to 504, or no connection, are not
+                if getattr(e, "status_code", 500) == 500 and not isinstance(
+                    e, openai.APIConnectionError
+                ):
+                    self._failed.append((asked.key, e))
+                else:
+                    self.give_up(asked.key, e)
+            except UserError as e:
+                self._fault = e
+        if self._failed and not self._fault:
+            well = any(isinstance(one, Answer) for one in found)
+            if well or (nothing_left and self._answered):
+                found += [Refusal(k, "failed by the server", reason_of(e)) for k, e in self._failed]
+                self._failed = []
+            elif nothing_left or len(self._failed) >= FAILURES:
+                self.give_up(*self._failed[-1])
+        if self._fault and not found and not self._waiting:
             raise self._fault
         return found
+
+    def give_up(self, key: str, e: Exception) -> None:
+        """Ask nothing more."""
+        self._fault = UserError(
+            f"--endpoint {self.url}: {reason_of(e)} (asking {key}); {remedy(e)}, and {again()}:"
+            " what was answered is kept"
+        )
 
     def ask(self, asked: Conversation, seed: int | None) -> Answer:
         """One request, in a thread of the pool."""
@@ -114,7 +142,9 @@ class Endpoint:
         else:
             if asked.tools:
                 more["tools"] = asked.tools
-            messages: Any = asked.messages
+            messages: Any = [
+                {k: v for k, v in message.items() if k != "weight"} for message in asked.messages
+            ]
             chat = self.client.chat.completions.create(messages=messages, **more)
             choice, said = chat.choices[0], chat.choices[0].message
             fields = (getattr(said, key, None) for key in REASONING)
@@ -124,6 +154,11 @@ class Endpoint:
             prompt_ids = getattr(chat, "prompt_token_ids", None)
             calls = [call.model_dump(exclude_none=True) for call in said.tool_calls or []]
         ids = getattr(choice, "token_ids", None)
+        if ids is None and not asked.messages:
+            raise UserError(
+                f"--endpoint {self.url}: does not tell token ids, without which an answer to"
+                " tokenized prompts is lost; give chat rows, or use vLLM's server"
+            )
         for found in (ids, prompt_ids):
             if found is not None and not all(type(i) is int and i >= 0 for i in found):
                 raise ValueError(f"token ids {str(found)[:60]}")

@@ -124,7 +124,7 @@ def linear_kl(
     Args:
         states_nH: normed states, in the compute dtype.
         head: the draft's, [D, H]; its gradient, if it requires one, is left with the products.
-        teacher: the verifier's distributions, made once a step.
+        teacher: the verifier's distributions, made once a row.
         at_n: the teacher's row that each state is to match.
         real: rows after these are filling (see common.packed_row.FILL).
     """

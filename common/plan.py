@@ -27,7 +27,7 @@ def plan_units(
     Args:
         lengths: sample index → tokens.
         max_tokens: token budget of one forward pass.
-        max_samples: most samples in one forward pass (vLLM's max_num_seqs).
+        max_samples: most samples in one forward pass.
     """
     max_samples = min(max_samples, MAX_SAMPLES_A_PASS)
     units: list[list[int]] = []

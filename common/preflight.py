@@ -1,7 +1,7 @@
 """What can be known of memory and weights before the verifier loads.
 
-Everything is read from config.json, the safetensors index and nvidia-smi; neither torch nor
-vllm is imported. Sizes are in bytes.
+Everything is read from config.json, the safetensors files' headers, nvidia-smi and /proc; neither
+torch nor vllm is imported. Sizes are in bytes.
 """
 
 import argparse
@@ -12,18 +12,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.artifacts import free_space, versions
+from common.artifacts import free_space, held, versions
 from common.cli import UserError
 from common.hidden_files import FP8, bytes_a_token
 from common.plan import PASSES_IN_FLIGHT, RING, SLOTS
 from common.progress import duration, log
 from common.verifier import (
     Verifier,
+    fingerprint,
     optional_file,
     read_object,
     safetensors_header,
     tensor_key,
     weight_map,
+    weights_fingerprint,
 )
 
 GB = 1e9
@@ -70,7 +72,7 @@ class Memory:
 def check_weights(model: Verifier) -> Weights:
     """Size and presence of the weights' files; UserError where one is cut short.
 
-    A hub name's files are taken as present: vLLM downloads what is missing.
+    A hub name's files are taken as present: `identities` has them downloaded.
     """
     where = weight_map(model.path)
     names = sorted(set(where.values()))
@@ -93,6 +95,17 @@ def check_weights(model: Verifier) -> Weights:
         if not absent:
             check_shapes(model, where, tensors)
     return Weights(size, len(names), absent, folder.is_dir() and not absent)
+
+
+def identities(model: Verifier, weights: Weights, out: Path, dry_run: bool) -> dict[str, str]:
+    """What a report calls `verifier` and `verifier_weights`; UserError where weights are missing.
+
+    In a dry run they may be: then what the report in `out`, if any, says of them.
+    """
+    if dry_run and not weights.here:
+        return {name: held(out, "inputs", name) or "" for name in ("verifier", "verifier_weights")}
+    require_weights(model, weights)
+    return {"verifier": fingerprint(model), "verifier_weights": weights_fingerprint(model)}
 
 
 def check_shapes(
@@ -332,7 +345,10 @@ def check_plan(
     for name, text in (lines | work).items():
         log(f"  {name:<14} {text}")
     if args.dry_run and not weights.here:  # a plan made elsewhere
-        log(f"  the weights of {model.path} are not here: they and this machine are not checked")
+        log(
+            f"  the weights of {model.path} are not here: neither they nor this machine's memory"
+            " are checked"
+        )
         return
     if found:
         check_gpus(found, need, tp, args.gpu_memory_utilization, args.engine_args)

@@ -18,13 +18,13 @@ PROBE = ".probe"
 PROBE_TRIES = 24  # of a few samples each
 
 
-def run_probe(llm: Any, work: Work, head: dict | None, resumed: bool) -> list[int]:
+def run_probe(llm: Any, work: Work, head: dict, resumed: bool) -> list[int]:
     """Check the capture on the beginnings of a few samples, before any data.
 
     The probe's files keep the verifier's dtype; they stay in PROBE for check_first_unit.
 
     Args:
-        head: the verifier's norm [H] and lm_head [V, H]; None unless the final layer is captured.
+        head: the verifier's norm [H] and lm_head [V, H].
         resumed: an earlier run has finished passes, so the verifier is sound.
 
     Returns:
@@ -99,29 +99,26 @@ def probe_pass(llm: Any, work: Work, indices: list[int]) -> tuple[list, dict, li
     return outputs, received, result["bad"]
 
 
-def check_probe(work: Work, head: dict | None, indices: list[int], outputs: list, received) -> None:
+def check_probe(work: Work, head: dict, indices: list[int], outputs: list, received) -> None:
     """The probe's states against the verifier's log-probabilities and the layers' inputs."""
     selfcheck.check_received(received, work.layers, work.model.num_layers)
-    text = f"layers {work.layers[:-1]} are what the next layer receives"
-    if head is not None:
-        theirs = {
-            i: [p[t].logprob for t, p in zip(ids.tolist()[1:], o.prompt_logprobs[1:], strict=True)]
-            for (i, ids), o in zip(
-                work.batch(indices, selfcheck.PROBE_TOKENS), outputs, strict=True
-            )
-        }
-        mean, count = selfcheck.check_final_layer(
-            work.out / PROBE, theirs, head["norm"], head["lm_head"], work.model.rms_norm_eps
-        )
-        text = (
-            f"the final layer reproduces the verifier's log-probabilities (mean |difference|"
-            f" {mean:.2g} over {count} tokens), {text}"
-        )
-    log(f"self-check: {text}")
+    theirs = {
+        i: [p[t].logprob for t, p in zip(ids.tolist()[1:], o.prompt_logprobs[1:], strict=True)]
+        for (i, ids), o in zip(work.batch(indices, selfcheck.PROBE_TOKENS), outputs, strict=True)
+    }
+    mean, count = selfcheck.check_final_layer(
+        work.out / PROBE, theirs, head["norm"], head["lm_head"], work.model.rms_norm_eps
+    )
+    log(
+        f"self-check: the final layer reproduces the verifier's log-probabilities (mean"
+        f" |difference| {mean:.2g} over {count} tokens), layers {work.layers[:-1]} are what the"
+        " next layer receives"
+    )
 
 
 def check_first_unit(work: Work, unit: list[int], checked: list[int]) -> None:
-    """The first batch, once written, must agree with the probe; otherwise it goes again."""
+    """The first batch, once written, must agree with the probe; UserError, and its files are
+    deleted, where it does not."""
     checked = [i for i in checked if hidden_file(work.out, i).exists()]  # not those that failed
     if not checked:
         log("self-check: the first batch holds no sample of the probe; it is not compared")

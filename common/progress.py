@@ -10,6 +10,8 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 
+from common.cli import report_error, tell
+
 LOG_EVERY_SECONDS = 10.0
 SAME_REQUEST_SECONDS = 1.0
 
@@ -41,7 +43,7 @@ def quiet_libraries() -> None:
 
 def log(text: str) -> None:
     """Print one line now, also when stdout is a file."""
-    print(text, flush=True)
+    tell(text, sys.stdout)
 
 
 def duration(seconds: float) -> str:
@@ -75,8 +77,9 @@ class Progress:
     def add(self, n: int, note: str = "") -> None:
         self.done += n
         if self.bar is not None:
-            self.bar.set_postfix_str(note, refresh=False)
-            self.bar.update(n)
+            with contextlib.suppress(OSError):  # the terminal is gone, see cli.tell
+                self.bar.set_postfix_str(note, refresh=False)
+                self.bar.update(n)
             return
         now = time.monotonic()
         if now - self.last >= LOG_EVERY_SECONDS:
@@ -98,7 +101,8 @@ class Progress:
 
     def close(self) -> None:
         if self.bar is not None:
-            self.bar.close()
+            with contextlib.suppress(OSError):
+                self.bar.close()
 
 
 @contextlib.contextmanager
@@ -142,9 +146,7 @@ class Stopper:
         if self.code and time.monotonic() < self.first + SAME_REQUEST_SECONDS:
             return
         if self.code:
-            print(
-                "error: interrupted again; the step was not finished", file=sys.stderr, flush=True
-            )
+            report_error("interrupted again; the step was not finished")
             os._exit(self.code)
         self.code, self.first = 128 + sig, time.monotonic()
         name = signal.Signals(sig).name

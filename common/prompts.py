@@ -9,6 +9,7 @@ from common.cli import UserError
 from common.conversations import RowError, messages_of, tools_of
 from common.encoding import conversation_name
 from common.rows import Row
+from common.samples import conversation_id
 
 
 @dataclass(frozen=True)
@@ -81,13 +82,13 @@ def prompt_of(
             raise RowError("no prompt", "no token before the answer")
         if not all(type(i) is int and 0 <= i < vocab_size for i in ids):
             raise RowError("input_ids are not ids of the verifier")
-        return Prompt(conversation_name(ids) if key is None else str(key), [], ids)
+        return Prompt(conversation_name(ids) if key is None else conversation_id(key), [], ids)
     messages = messages_of(row.value, row.form)
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
     if not messages:
         raise RowError("no prompt", "only an answer")
-    name = conversation_name(messages) if key is None else str(key)
+    name = conversation_name(messages) if key is None else conversation_id(key)
     later: tuple[list[dict[str, Any]], ...] = ()
     if all_turns:
         messages, *rest = questions(messages)

@@ -21,6 +21,11 @@ FILE = "tokenized_data.jsonl"
 SEPARATOR = "##"
 
 
+def conversation_id(name: object) -> str:
+    """The id that a data set gives a conversation, without what would separate it."""
+    return str(name).replace(SEPARATOR, "#")
+
+
 @dataclass(frozen=True)
 class Sample:
     """One tokenized conversation; `index` is its line, from 0, and its name in later stages."""
@@ -118,7 +123,8 @@ def read_samples(
             except ValueError as e:  # JSON or UTF-8
                 raise UserError(f"{where}: not JSON ({e}); make the file again with 01") from None
             ids, mask = check_sample(row, where, vocab_size)
-            yield Sample(index, str(row.get("id", index)), ids, mask)
+            name = row.get("id")
+            yield Sample(index, str(index if name is None else name), ids, mask)
     if number == 0:
         raise UserError(f"{path}: holds no samples")
 

@@ -26,8 +26,8 @@ def build(
     dtype: torch.dtype,
     seed: int,
 ) -> tuple[ttt_step.Teacher, Eagle3Draft]:
-    """Return (teacher in the compute dtype, fresh float32 draft) on the device; of the
-    verifier, three tensors are read."""
+    """Return (teacher, fresh float32 draft) on the device; of the verifier, three tensors are
+    read."""
     tensors = read_tensors(verifier, ("embed_tokens", "lm_head", "norm"))
     target_D = (torch.from_numpy(d2t) + torch.arange(len(d2t))).to(device)
     head_VH = tensors["lm_head"].to(device)

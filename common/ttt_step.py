@@ -16,10 +16,10 @@ from common.products import Products
 
 @dataclass(frozen=True)
 class Teacher:
-    """The verifier's tensors, frozen, on the training device in the compute dtype.
+    """The verifier's tensors, frozen, on the training device.
 
-    embed_VH, head_VH: embedding and head; head_DH: the head's rows of the draft's
-    vocabulary; norm_H, eps: final norm; target_D: draft id → target id.
+    embed_VH, head_VH: embedding and head; head_DH: the head's rows of the draft's vocabulary, all
+    in the compute dtype; norm_H (float32), eps: final norm; target_D: draft id → target id.
     """
 
     embed_VH: torch.Tensor

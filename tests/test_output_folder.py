@@ -117,6 +117,27 @@ def test_a_narrow_terminal_does_not_fail_a_run(tiny_stages, tmp_path, encoding):
         assert "o\\u65e5t" in last_line(result)
 
 
+def test_a_log_that_cannot_be_written_ends_no_run(tiny_stages, tmp_path):
+    """Its reader is gone (`| tee` after a hang-up), or its disk is full."""
+    args = [sys.executable, ROOT / "02_build_vocab_map.py", "--model-path", tiny_stages["model"],
+            "--prepared-data", tiny_stages["prepared"], "--draft-vocab-size", 256,
+            "--output-dir"]  # fmt: skip
+    read, write = os.pipe()
+    os.close(read)
+    with open("/dev/full", "w") as full, open(write, "w") as unread:
+        for name, stream in ("unread", unread), ("full", full):
+            command = list(map(str, [*args, tmp_path / name]))
+            subprocess.run(command, stdout=stream, stderr=stream, check=True)
+            assert (tmp_path / name / "d2t.npy").exists()
+
+
+def test_what_a_kill_leaves_of_the_self_check_may_be_overwritten(tiny_stages, tmp_path):
+    out = tmp_path / "hidden"
+    (out / ".probe").mkdir(parents=True)
+    must(script("03_extract_hidden_states.py", *extract_args(tiny_stages, out), "--overwrite",
+                "--dry-run"))  # fmt: skip
+
+
 def test_closed_streams_do_not_fail_a_run(tiny_stages, tmp_path):
     args = extract_args(tiny_stages, tmp_path / "o", "--dry-run")
     command = " ".join(map(str, [sys.executable, "03_extract_hidden_states.py", *args]))

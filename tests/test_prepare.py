@@ -15,6 +15,7 @@ import pytest
 from common.cli import UserError
 from common.conversations import FORMS, RowError, form_of, messages_of, tools_of
 from common.rows import parse_sources, read_rows
+from common.samples import read_samples
 from tests.conftest import ROOT, last_line, must, script, write_jsonl
 
 SHARED = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello!"}]
@@ -191,6 +192,23 @@ def test_names_follow_the_content_and_the_same_sample_is_taken_once(smollm2, tmp
     again = {tuple(s["input_ids"]): s["id"] for s in samples(tmp_path / "b")}
     assert len(again) == 4
     assert names.items() <= again.items()
+
+
+def test_an_id_does_not_part_or_join_conversations(smollm2, tmp_path):
+    """ "##" is between a conversation and the number of its sample: of the regeneration's answers,
+    not of a data set's ids."""
+    rows = [
+        {"id": f"set##{n}", "messages": [
+            {"role": "user", "content": f"Say {n}."}, {"role": "assistant", "content": f"{n}"}]}
+        for n in range(3)
+    ]  # fmt: skip
+    rows.append(rows[0] | {"id": "ours##1", "finish_reason": "stop"})
+    rows[3]["messages"] = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "!"}]
+    out = tmp_path / "out"
+    must(script("01_prepare_data.py", "--model-path", smollm2, "--dataset",
+                write_jsonl(tmp_path / "x.jsonl", rows), "--output-dir", out))  # fmt: skip
+    found = [s.conversation for s in read_samples(out)]
+    assert found == ["set#0", "set#1", "set#2", "ours"]
 
 
 def test_answers_that_the_length_limit_cut_are_left_out(smollm2, tmp_path):

@@ -1,17 +1,20 @@
 """Answers of the verifier: asked at a real server and in this process, turn by turn."""
 
+import http.server
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 
 import pytest
 
 from common.asking import Answer, Conversation, Done, joined, line_of, split_reasoning
+from common.samples import read_samples
 from tests.conftest import (
     ROOT,
     check_ids,
@@ -127,6 +130,111 @@ def test_every_turn_is_answered_after_the_verifiers_own(
     counts = json.loads((out / "data_config.json").read_text())["counts"]
     assert counts["answers"] == 4
     assert counts["answer_tokens"] == sum(a["loss_mask"]) + sum(b["loss_mask"])
+
+
+@pytest.fixture
+def plain_server():
+    """A server that tells texts only, takes a second for each, and fails on a prompt of "bad"."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def reply(self, status: int, body: dict) -> None:
+            data = json.dumps(body).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def do_GET(self) -> None:
+            self.reply(200, {"object": "list", "data": [{"id": "m", "object": "model"}]})
+
+        def do_POST(self) -> None:
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            requests.append(asked)
+            messages = asked.get("messages", [{"content": ""}])
+            if messages[-1]["content"] == "bad":
+                return self.reply(500, {"error": {"message": "it is bad"}})
+            time.sleep(1)
+            said = {"message": {"role": "assistant", "content": f"mine {len(messages)}"}}
+            choice = {"index": 0, "finish_reason": "stop", "text": "mine", **said}
+            return self.reply(200, {"id": "1", "object": "x", "choices": [choice]})
+
+        def log_message(self, *_args) -> None:
+            pass
+
+    requests: list[dict] = []
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as found:
+        threading.Thread(target=found.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{found.server_port}/v1", requests
+        found.shutdown()
+
+
+def test_a_prompt_that_a_server_fails_on_costs_no_other(smollm2, plain_server, tmp_path):
+    """It comes first and fails fast, while others are under way."""
+    url, _ = plain_server
+    texts = ["bad", *"abcdefg"]
+    rows = [{"id": x, "messages": [{"role": "user", "content": x}]} for x in texts]
+    args = ["--model-path", smollm2, "--endpoint", url, "--retries", 0, "--concurrency", 4]
+    out = tmp_path / "o"
+    data = write_jsonl(tmp_path / "p.jsonl", rows)
+    result = must(script(TOOL, *args, "--prompts", data, "--output-dir", out))
+    assert "7 answers (finish reasons: stop 7; ended early: failed by the server 1)" in last_line(
+        result
+    )
+    assert "bad: failed by the server: " in result.stdout
+    data = write_jsonl(tmp_path / "q.jsonl", rows[:1])
+    out = tmp_path / "alone"
+    result = script(TOOL, *args, "--prompts", data, "--output-dir", out)
+    fails(result, "asking bad", "is the server up", folder=out)
+
+
+def test_texts_are_trained_on_where_they_are_the_verifiers_own(
+    smollm2, tokenizer, plain_server, tmp_path
+):
+    """Of a server that tells no ids: not an answer that stood in the prompt, and no turn twice."""
+    url, requests = plain_server
+    user = {"role": "user", "content": "Next?"}
+    other = {"role": "assistant", "content": "theirs"}
+    turns = [user, other, user, other, user]
+    for more, samples in ((), 1), (("--all-turns",), 3):
+        folder = tmp_path / str(samples)
+        data = write_jsonl(folder / "p.jsonl", [{"id": "a", "messages": turns}])
+        must(script(TOOL, "--model-path", smollm2, "--endpoint", url, "--prompts", data,
+                    "--output-dir", folder / "r", *more))  # fmt: skip
+        must(script("01_prepare_data.py", "--model-path", smollm2, "--dataset",
+                    folder / "r" / "responses.jsonl", "--output-dir", folder / "s"))  # fmt: skip
+        found = list(read_samples(folder / "s"))
+        assert len(found) == samples
+        for turn, sample in enumerate(found):
+            asked = 2 * turn + 1 if more else 5
+            own = tokenizer.decode(sample.input_ids[sample.loss_mask])
+            assert own == f"mine {asked}<|im_end|>"
+    assert not any("weight" in m for asked in requests for m in asked["messages"])
+
+
+def test_tokenized_prompts_need_a_server_that_tells_ids(smollm2, plain_server, tmp_path):
+    out = tmp_path / "o"
+    data = write_jsonl(tmp_path / "p.jsonl", [{"id": "a", "input_ids": [1, 2, 3]}])
+    result = script(TOOL, "--model-path", smollm2, "--endpoint", plain_server[0], "--prompts", data,
+                    "--output-dir", out)  # fmt: skip
+    fails(result, "does not tell token ids", folder=out)
+
+
+def test_answers_of_another_template_are_not_gone_on_with(smollm2, plain_server, tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    for file in smollm2.iterdir():
+        (model / file.name).symlink_to(file)
+    data = write_jsonl(tmp_path / "p.jsonl", [{"messages": [{"role": "user", "content": "Hi"}]}])
+    args = ["--model-path", model, "--endpoint", plain_server[0], "--prompts", data,
+            "--output-dir", tmp_path / "o"]  # fmt: skip
+    must(script(TOOL, *args))
+    config = json.loads((smollm2 / "tokenizer_config.json").read_text())
+    config["chat_template"] = "{{ messages[0].content }}"
+    (model / "tokenizer_config.json").unlink()
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
+    (model / "chat_template.jinja").unlink(missing_ok=True)
+    fails(script(TOOL, *args), "tokenizer")
 
 
 def test_a_server_that_is_not_there(smollm2, tmp_path):

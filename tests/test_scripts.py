@@ -26,6 +26,7 @@ from tests.conftest import (
     script,
     started,
     train_args,
+    wait_until,
     write_jsonl,
 )
 
@@ -105,6 +106,24 @@ evaluate: {{max_new_tokens: 16, {eager}}}
     times = {p: p.stat().st_mtime_ns for p in files}
     assert run().count("is complete (--overwrite makes it again)") == 6
     assert times == {p: p.stat().st_mtime_ns for p in files}
+
+
+def test_a_pipeline_that_is_ended_ends_its_stage(tmp_path):
+    """And waits for it: a stage saves first, and ends with its own status."""
+    stage = tmp_path / "python"
+    stage.write_text(f"""#!/bin/bash
+trap 'touch {tmp_path}/saved; exit 143' TERM
+echo $$ >> {tmp_path}/begun
+while :; do sleep 0.1; done
+""")
+    stage.chmod(0o755)
+    env = {**os.environ, "PY": str(stage), "RUN": str(tmp_path / "run"), "CONFIG": "none.yaml"}
+    run = subprocess.Popen([ROOT / "run_pipeline.sh"], env=env, text=True)
+    wait_until(run, lambda: lines_of(tmp_path / "begun") == 1)
+    run.terminate()
+    assert run.wait(30) == 143
+    assert (tmp_path / "saved").exists()
+    assert lines_of(tmp_path / "begun") == 1  # no other stage followed
 
 
 def test_misspelt_prepared_data_names_the_flag(no_heavy_imports):

@@ -14,6 +14,7 @@ from common.draft_shape import DraftShape
 from common.eagle3 import Eagle3Draft, initialize
 from common.export import export_draft, serving_layer_ids
 from common.hidden_files import hidden_file, read_hidden
+from common.hidden_folder import open_hidden
 from common.verifier import load_verifier, read_tensors
 from tests.conftest import must, script, write_jsonl
 
@@ -129,6 +130,15 @@ def test_a_draft_of_other_layers_is_refused_before_anything_loads(served, tmp_pa
     changed(draft, eagle_aux_hidden_state_layer_ids=[2, 15, 27])
     with pytest.raises(UserError, match=r"asks for ids \[2, 15, 27\]"):
         served_states.stored_sample(served["folder"] / "hidden", draft, served["model"], 512)
+
+
+def test_the_shortest_sample_is_compared(served, tmp_path):
+    """A server computes a long prompt in several passes, of which the check sees one."""
+    ids, aux = served_states.stored_sample(
+        served["folder"] / "hidden", export(served, tmp_path / "d"), served["model"], 512
+    )
+    lengths = open_hidden(served["folder"] / "hidden").lengths.values()
+    assert len(ids) == len(aux) == min(n for n in lengths if n >= 16)
 
 
 def test_right_drafts_are_accepted_and_change_no_answer(tiny_llama, tiny_prepared, tmp_path):

@@ -106,6 +106,32 @@ def test_a_resume_knows_the_best_epoch(judged, tiny_stages, tmp_path, lost):
     assert weights(copy) == weights(out)
 
 
+def test_a_stop_in_the_last_step_saves_before_anything_is_measured(tiny_stages, tmp_path):
+    whole, out = tmp_path / "whole", tmp_path / "draft"
+    more = ("--max-samples", 3, "--epochs", 1, "--heldout-fraction", 0.4)
+    must(script("04_train.py", *train_args(tiny_stages, whole, *more)))
+    assert len(metrics(whole)) == 1
+    args = train_args(tiny_stages, out, *more)
+    prelude = """
+import os, signal
+from common import progress
+class Stopper(progress.Stopper):
+    def __init__(self):
+        super().__init__()
+        os.kill(os.getpid(), signal.SIGTERM)
+progress.Stopper = Stopper
+"""
+    result = script_after(prelude, "04_train.py", *args)
+    assert result.returncode == 143
+    assert "state after step 1 saved; run the same command again to continue" in last_line(result)
+    assert "continuing after step 1 of 1" in must(script("04_train.py", *args)).stdout
+    assert weights(out) == weights(whole)
+    assert (
+        json.loads((out / REPORT).read_text())["heldout"]
+        == json.loads((whole / REPORT).read_text())["heldout"]
+    )
+
+
 def test_a_stop_is_heard_when_every_step_saves(tiny_stages, tmp_path):
     out = tmp_path / "draft"
     args = train_args(tiny_stages, out, "--save-every", 1, "--epochs", 40)

@@ -4,12 +4,14 @@ Greedy decoding of held-out prompts. Reports mean acceptance length (tokens a fo
 of the verifier, 1 + accepted) with its 95% interval over prompts, acceptance a position,
 tokens/s of both, and how many answers are identical. With --hidden-states it also checks
 that the tensor entering the draft's `fc` inside vLLM is what 03 stored for the same
-tokens: training and serving must mean the same layers, and acceptance does not show it.
+tokens, and that the draft makes of it, depth by depth, what it made in training: acceptance
+would hardly show it. Each of the two loads has a process of its own.
 """
 
 import dataclasses
 import functools
 import random
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -48,6 +50,12 @@ def parse_args():
     p.add_argument("--batch-size", type=cli.positive_int, default=32, help="prompts at a time")
     # float32 is lossless: the answers with and without the draft are the same
     p.add_common("--tp-size", "--gpu-memory-utilization", "--dtype", "--engine-args")
+    p.add_common("--load-timeout")
+    p.add_argument(
+        "--only-draft",
+        action="store_true",
+        help="measure with the draft and stop; without this flag the rest is measured",
+    )
     p.add_common("--seed", "--dry-run", "--overwrite", "--trust-remote-code")
     p.need("--model-path", "--draft", "--prompts", "--output-dir")
     return p.parse()
@@ -60,7 +68,16 @@ def main() -> None:
     out = Path(args.output_dir)
 
     # ---------------------------------------------------------------- check
-    from common import chat, hidden_folder, prompts, rows, served_states, serving, verifier
+    from common import (
+        chat,
+        hidden_folder,
+        preflight,
+        prompts,
+        rows,
+        served_states,
+        serving,
+        verifier,
+    )
 
     model = verifier.load_verifier(args.model_path)
     draft = Path(args.draft)
@@ -77,15 +94,18 @@ def main() -> None:
         "max_seq_len": args.max_seq_len,
         "batch_size": args.batch_size,
         "dtype": args.dtype,
+        "tp_size": args.tp_size,
         "engine_args": args.engine_args,
+        "end_ids": sorted(model.end_ids),
     }
     inputs = {
         "prompts": rows.digest(sources),
         "draft": artifacts.sha256_file(draft / "model.safetensors"),
         "draft_config": artifacts.sha256_file(draft / "config.json"),
-        "verifier": verifier.fingerprint(model),
-        "verifier_weights": verifier.weights_fingerprint(model),
+        "tokenizer": verifier.tokenizer_fingerprint(args.model_path),
     }
+    weights = preflight.check_weights(model)
+    inputs |= preflight.identities(model, weights, out, args.dry_run)
     stored = None
     if args.hidden_states:
         folder = Path(args.hidden_states)
@@ -104,37 +124,33 @@ def main() -> None:
     if args.dry_run:
         progress.log(f"evaluate: dry run, {draft} fits the verifier; {len(asked)} prompts")
         return
-    artifacts.hold_output(out, STAGE, settings, inputs, args.overwrite, state)
 
     # ---------------------------------------------------------------- run
-    from common import engine
-
-    engine.prepare_environment(args.tp_size)
-    base = engine.generation_engine_args(
-        model,
-        tp_size=args.tp_size,
-        max_seq_len=args.max_seq_len,
-        batch_size=args.batch_size,
-        dtype=args.dtype,
-        gpu_memory_utilization=args.gpu_memory_utilization,
-        trust_remote_code=args.trust_remote_code,
-    )
     half = out / WITH_DRAFT
-    if state == "in_progress" and half.exists():
-        progress.log(
-            "evaluate: the draft was measured by an earlier run; the verifier alone is left"
-        )
-        drafted, counters, checked = read_half(half)
-    else:
-        drafted, counters, checked = run_with_draft(args, model, base, asked, stored)
-        if args.overwrite:
-            artifacts.empty_output(out)
-        # a verifier that does not come up a second time costs no more than that
-        begun = artifacts.report(STAGE, settings, inputs, {}, None, 0)
-        artifacts.write_json(out / artifacts.REPORT, begun)
-        rest = {"counters": counters, "checked": checked}
-        artifacts.write_json(half, dataclasses.asdict(drafted) | rest)
-    with engine.running(base, args.engine_args, "evaluate") as llm:
+    measured = state == "in_progress" and half.exists()
+    if measured:
+        progress.log("evaluate: the draft is measured already; the verifier alone is left")
+    elif not args.only_draft:
+        # In a process of its own: it leaves the next load all of a GPU's memory, and some
+        # verifiers hang in the second engine of a process (Kimi-K2.5 in vLLM 0.26).
+        run_only_draft()
+        state = artifacts.earlier_run(out, STAGE, settings, inputs, False)
+    artifacts.hold_output(out, STAGE, settings, inputs, args.only_draft and args.overwrite, state)
+    if args.only_draft:
+        if not measured:
+            drafted, counters, checked = run_with_draft(args, model, asked, stored)
+            if args.overwrite:
+                artifacts.empty_output(out)
+            artifacts.write_json(
+                out / artifacts.REPORT, artifacts.report(STAGE, settings, inputs, {}, None, 0)
+            )
+            rest = {"counters": counters, "checked": checked}
+            artifacts.write_json(half, dataclasses.asdict(drafted) | rest)
+        seconds = time.monotonic() - started
+        progress.log(f"evaluate: measured with the draft, {progress.duration(seconds)} -> {half}")
+        return
+    drafted, counters, checked = read_half(half)
+    with running(args, model) as llm:
         serving.warm_up(llm, asked[: args.batch_size])
         limits = model.end_ids, args.max_new_tokens, args.batch_size
         plain = serving.generate(llm, asked, *limits, "verifier alone")
@@ -161,9 +177,40 @@ def main() -> None:
     )
 
 
-def run_with_draft(args, model, base, asked, stored) -> tuple:
+def run_only_draft() -> None:
+    """Run this command with --only-draft; ends as it ends, unless well."""
+    child = subprocess.Popen([sys.executable, __file__, *sys.argv[1:], "--only-draft"])
+    try:
+        status = child.wait()
+    except BaseException:
+        child.terminate()
+        child.wait()
+        raise
+    if status:
+        cli.finish(status if status > 0 else 128 - status)
+
+
+def running(args, model, **more):
+    """The verifier in vLLM; a context manager."""
+    from common import engine
+
+    engine.prepare_environment(args.tp_size)
+    engine_args = engine.generation_engine_args(
+        model,
+        tp_size=args.tp_size,
+        max_seq_len=args.max_seq_len,
+        batch_size=args.batch_size,
+        dtype=args.dtype,
+        gpu_memory_utilization=args.gpu_memory_utilization,
+        trust_remote_code=args.trust_remote_code,
+    )
+    timeout = args.load_timeout * 60
+    return engine.running(engine_args | more, args.engine_args, "evaluate", timeout)
+
+
+def run_with_draft(args, model, asked, stored) -> tuple:
     """(Run with the draft, its counters, the check of its states, where there are some)."""
-    from common import engine, served_states, serving
+    from common import served_states, serving
 
     draft = Path(args.draft)
     speculative = {
@@ -171,8 +218,7 @@ def run_with_draft(args, model, base, asked, stored) -> tuple:
         "method": "eagle3",
         "num_speculative_tokens": args.num_speculative_tokens,
     }
-    engine_args = base | {"speculative_config": speculative}
-    with engine.running(engine_args, args.engine_args, "evaluate") as llm:
+    with running(args, model, speculative_config=speculative) as llm:
         checked = {}
         if stored is not None:
             ids, aux_TAH = stored

@@ -16,7 +16,7 @@ from common import cli, progress
 
 
 def parse_args():
-    p = cli.Parser("common", __doc__)
+    p = cli.Parser("make_smollm2", __doc__)
     p.add_common("--output-dir")
     p.need("--output-dir")
     return p.parse()

@@ -24,6 +24,7 @@ from common import artifacts, cli, progress
 
 STAGE = "regenerate"
 REFUSED = 20  # prompts of which not one could be asked: then the fault lies elsewhere
+TOLD = 5  # refusals told one by one; all are counted
 
 
 def parse_args():
@@ -76,6 +77,7 @@ def parse_args():
     )
     p.add_argument("--batch-size", type=cli.positive_int, default=128, help="answers at a time")
     p.add_common("--tp-size", "--gpu-memory-utilization", "--dtype", "--engine-args")
+    p.add_common("--load-timeout")
     p.add_argument(
         "--skip-bad-rows", action="store_true", help="count and drop prompts that cannot be used"
     )
@@ -91,7 +93,8 @@ def main() -> None:
     out = Path(args.output_dir)
 
     # ---------------------------------------------------------------- check
-    from common import asking, chat, prompts, rows, verifier
+    from common import asking, chat, preflight, prompts, rows, verifier
+    from common.conversations import CUT
 
     model = verifier.load_verifier(args.model_path)
     sources = rows.parse_sources(args.prompts, args.max_samples, "--prompts")
@@ -111,12 +114,19 @@ def main() -> None:
         "endpoint": bool(args.endpoint),
         "served_model": args.served_model,
         "skip_bad_rows": args.skip_bad_rows,
+        "end_ids": sorted(model.end_ids),
     }
     if args.answers_per_prompt > 1 and args.temperature == 0:
         raise cli.UserError("--answers-per-prompt over 1 needs --temperature over 0")
-    inputs = {"prompts": rows.digest(sources), "verifier": verifier.fingerprint(model)}
-    if not args.endpoint:
-        inputs["verifier_weights"] = verifier.weights_fingerprint(model)
+    inputs = {
+        "prompts": rows.digest(sources),
+        "tokenizer": verifier.tokenizer_fingerprint(args.model_path),
+    }
+    if args.endpoint:
+        inputs["verifier"] = verifier.fingerprint(model)
+    else:
+        weights = preflight.check_weights(model)
+        inputs |= preflight.identities(model, weights, out, args.dry_run)
     state = artifacts.earlier_run(out, STAGE, settings, inputs, args.overwrite)
     if state == "complete":
         progress.log(f"regenerate: {out} is complete (--overwrite makes it again)")
@@ -142,6 +152,7 @@ def main() -> None:
     # ---------------------------------------------------------------- ask
     answers = out / "responses.jsonl"
     done = {} if args.overwrite else asking.read_answers(answers, args.all_turns)
+    before = len(done)
 
     def begin() -> None:
         """There is an answer: from here on the folder is this run's."""
@@ -173,10 +184,13 @@ def main() -> None:
     digest = artifacts.sha256_file(answers)
     artifacts.write_json(out / artifacts.REPORT, report(counts, digest, seconds))
     ends = ", ".join(f"{reason} {n}" for reason, n in reasons.most_common())
-    early = ", ".join(f"{reason} {n}" for reason, n in ended.most_common())
+    if ended:
+        ends += "; ended early: " + ", ".join(f"{why} {n}" for why, n in ended.most_common())
+    if reasons[CUT]:
+        ends += f"; 01 leaves out those of {CUT}, unless --keep-unfinished"
     progress.log(
-        f"regenerate: {len(done)} answers, {tokens} tokens in {progress.duration(seconds)}"
-        f" (finish reasons: {ends}{'; ended early: ' if early else ''}{early}) -> {answers}"
+        f"regenerate: {len(done)} answers{f', {tokens} tokens' if tokens else ''} (finish reasons:"
+        f" {ends}); this run {len(done) - before} in {progress.duration(seconds)} -> {answers}"
     )
 
 
@@ -211,6 +225,8 @@ def ask(args, server, conversations, turns: int, done, ended, path: Path, begin)
                 if isinstance(answer, asking.Refusal):
                     ended[answer.reason] += 1
                     refused += 1
+                    if refused <= TOLD:
+                        progress.log(f"regenerate: {answer.key}: {answer.reason}: {answer.detail}")
                     if not done and (refused == REFUSED or not (waiting or asked)):
                         raise cli.UserError(
                             f"{answer.key}: {answer.reason}: {answer.detail}; the first"
@@ -268,6 +284,7 @@ def own_engine(args, model, template, longest: int) -> Iterator["Engine"]:
     from common import engine
 
     engine.prepare_environment(args.tp_size)
+    timeout = args.load_timeout * 60
     engine_args = engine.generation_engine_args(
         model,
         tp_size=args.tp_size,
@@ -277,7 +294,7 @@ def own_engine(args, model, template, longest: int) -> Iterator["Engine"]:
         gpu_memory_utilization=args.gpu_memory_utilization,
         trust_remote_code=args.trust_remote_code,
     )
-    with engine.running(engine_args, args.engine_args, "regenerate") as llm:
+    with engine.running(engine_args, args.engine_args, "regenerate", timeout) as llm:
         yield Engine(llm, args, model, template, longest)
 
 

@@ -53,11 +53,15 @@ def main() -> None:
     import datasets
 
     found = list(samples.read_samples(prepared, only=hidden.lengths.keys()))
-    table = datasets.Dataset.from_dict({
-        "input_ids": [s.input_ids.tolist() for s in found],
-        "loss_mask": [s.loss_mask.astype(int).tolist() for s in found],
-        "seq_len": [len(s.input_ids) for s in found],
-    })  # fmt: skip
+    numbers = datasets.Value("int64")
+    table = datasets.Dataset.from_dict(
+        {
+            "input_ids": [s.input_ids for s in found],
+            "loss_mask": [s.loss_mask.astype("int8") for s in found],
+            "seq_len": [len(s.input_ids) for s in found],
+        },
+        datasets.Features({"input_ids": [numbers], "loss_mask": [numbers], "seq_len": numbers}),
+    )
     table.set_format(type="torch")
     datasets.disable_progress_bars()
     partial = out.with_name(f".{out.name}.partial")
