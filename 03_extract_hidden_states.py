@@ -250,7 +250,7 @@ def extract(args, work, report, units, lengths, done) -> None:
             del head  # 2.3 GB of Kimi-K2.5
             # From here on the folder holds data, and belongs to these settings.
             if args.overwrite:
-                artifacts.empty_output(out, probe.PROBE)
+                artifacts.empty_output(out, artifacts.PROBE)
             journal.write_plan(out, units, lengths)
             artifacts.write_json(out / artifacts.REPORT, report({}, None, 0))
             with journal.Journal(out, done) as record:
@@ -260,7 +260,7 @@ def extract(args, work, report, units, lengths, done) -> None:
                 raise engine.engine_died(cli.one_line(e)) from e
             raise
         finally:
-            shutil.rmtree(out / probe.PROBE, ignore_errors=True)
+            shutil.rmtree(out / artifacts.PROBE, ignore_errors=True)
     left = [unit for unit, _ in work.todo if unit not in record.settled]
     if left and not stopper.code:
         raise RuntimeError(f"passes {left[:5]} were neither finished nor given up")
@@ -276,6 +276,7 @@ def finish(report, units, lengths, done, shape, settings, out: Path, started: fl
     """Write the report and print what a careful person would look up."""
     from common import hidden_files, journal
 
+    shutil.rmtree(out / artifacts.PROBE, ignore_errors=True)  # of a run killed after its last pass
     missing, sums = journal.missing_samples(done), journal.checksums(done)
     kept = {i: lengths[i] for i in sums}
     tokens, seconds = sum(kept.values()), sum(entry["seconds"] for entry in done.values())

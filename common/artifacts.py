@@ -38,9 +38,10 @@ PRODUCTS = {
     "evaluate": ("result.json", "table.txt"),
 }
 RESUMED = ("state", "with_draft.json")  # what a stage that goes on would take for its own
+PROBE = ".probe"  # files of 03's self-check, until it ends
 # Names that stages write, whole or under way: what --overwrite may delete.
 OURS = (
-    REPORT, LOCK, ".*.partial", ".probe", "plan.json", "sample_lengths.json", "journal.jsonl",
+    REPORT, LOCK, ".*.partial", PROBE, "plan.json", "sample_lengths.json", "journal.jsonl",
     "rows_*-*", "shard-*-of-*", "coverage.png", "metrics.jsonl", "curves.png", "tensorboard",
     *RESUMED, *(n for names in PRODUCTS.values() if names != DRAFT for n in names),
 )  # fmt: skip

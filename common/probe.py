@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from common import selfcheck
+from common.artifacts import PROBE
 from common.cli import UserError, one_line
 from common.engine import SHORTEST
 from common.forward import Work, forward, one_pass, rank0, reset_engine, start_capture
@@ -14,7 +15,6 @@ from common.hidden_files import hidden_file
 from common.progress import log
 from common.results import raise_write_error
 
-PROBE = ".probe"
 PROBE_TRIES = 24  # of a few samples each
 
 

@@ -246,8 +246,10 @@ def test_sigkill_loses_nothing(plain, tmp_path, moment):
     assert result.returncode == -signal.SIGKILL
     assert until <= lines_of(out / "journal.jsonl") <= plain["passes"]
     assert json.loads((out / REPORT).read_text())["status"] == "in_progress"
+    (out / ".probe" / "left").mkdir(parents=True, exist_ok=True)  # however early it was removed
     with open(out / "journal.jsonl", "a") as f:  # as a kill within the write leaves it
         f.write('{"unit": 5, "chec')
     must(script("03_extract_hidden_states.py", *args))
+    assert not (out / ".probe").exists()
     assert files_of(out) == plain["whole"]
     assert not list(out.rglob("*.partial"))

@@ -73,7 +73,7 @@ def test_kimi_is_planned_from_its_config_and_index(kimi):
     assert "2 samples, 4000 tokens in 1 forward pass of" in text
     assert "0.23 GB in bfloat16 to write" in text
     assert "host memory    2.15 GB" in text
-    assert "are not here: they and this machine are not checked" in text
+    assert "are not here: neither they nor this machine" in text
     assert "every check passed" in text.splitlines()[-1]
     assert not (kimi / "out").exists()
 

@@ -205,9 +205,12 @@ def test_evaluation_serves_the_draft_both_ways(tiny_stages, tmp_path):
         "--engine-args", '{"enforce_eager": true}',
     ]  # fmt: skip
     half = out / "with_draft.json"
-    killed("tools/evaluate_draft.py", args, half.exists, signal.SIGKILL)
+    killed("tools/evaluate_draft.py", args, (out / ".lock").exists, signal.SIGKILL)
+    # the process that had begun to load is gone, and holds the folder no more
+    result = killed("tools/evaluate_draft.py", args, half.exists, signal.SIGTERM)
+    assert result.returncode == 143
     continued = must(script("tools/evaluate_draft.py", *args))
-    assert "measured by an earlier run" in continued.stdout
+    assert "the draft is measured already" in continued.stdout
     assert "acceptance length" in last_line(continued)
     assert not half.exists()
     result = json.loads((out / "result.json").read_text())
