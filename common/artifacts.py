@@ -16,14 +16,14 @@ import hashlib
 import json
 import os
 import shutil
-import sys
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
 
-from common.cli import UserError, os_error_text, tell
+from common.cli import UserError, os_error_text
+from common.progress import log
 
 FORMAT_VERSION = 1
 REPORT = "data_config.json"
@@ -139,7 +139,7 @@ def hold_output(
             if e.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
                 raise
             # Lustre without `-o flock`, say
-            tell(f"note: {folder} cannot be locked here; start no second run on it", sys.stdout)
+            log(f"note: {folder} cannot be locked here; start no second run on it")
         _locks.append(lock)
     except FileExistsError:
         raise UserError(f"{folder}: is a file; --output-dir takes a folder") from None

@@ -97,11 +97,11 @@ class Endpoint:
                 self._answered = True
             except (openai.BadRequestError, openai.UnprocessableEntityError) as e:
                 found.append(Refusal(asked.key, "refused by the server", reason_of(e)))
+            except openai.APIConnectionError as e:
+                self.give_up(asked.key, e)
             except (openai.OpenAIError, *ODD) as e:
-                # 500 may be this question's fault; 502 to 504, or no connection, are not
-                if getattr(e, "status_code", 500) == 500 and not isinstance(
-                    e, openai.APIConnectionError
-                ):
+                # 500 may be this question's fault, 502 to 504 are not
+                if getattr(e, "status_code", 500) == 500:
                     self._failed.append((asked.key, e))
                 else:
                     self.give_up(asked.key, e)

@@ -4,6 +4,7 @@ Runs with vLLM 0.26 (CUDA) and 0.32 (CPU); written for 0.33, which has not been 
 `prepare_environment` must run before vllm is imported.
 """
 
+import argparse
 import contextlib
 import gc
 import os
@@ -64,28 +65,6 @@ def default_engine_args(verifier: Verifier, tp_size: int) -> dict[str, Any]:
         # in vLLM's own process on CPU (a Triton dispatcher scan fails).
         args["distributed_executor_backend"] = "mp"
     return args
-
-
-def generation_engine_args(
-    verifier: Verifier,
-    *,
-    tp_size: int,
-    max_seq_len: int,
-    batch_size: int,
-    dtype: str,
-    gpu_memory_utilization: float,
-    trust_remote_code: bool,
-) -> dict[str, Any]:
-    """Arguments of vllm.LLM for decoding token ids to token ids, with its counters on."""
-    return default_engine_args(verifier, tp_size) | {
-        "dtype": dtype,
-        "max_model_len": min(max_seq_len, verifier.max_positions or max_seq_len),
-        "max_num_seqs": batch_size,
-        "gpu_memory_utilization": gpu_memory_utilization,
-        "trust_remote_code": trust_remote_code,
-        "skip_tokenizer_init": True,
-        "disable_log_stats": False,
-    }
 
 
 SHORTEST = 32  # tokens that a capturing engine takes, however short the samples
@@ -157,7 +136,7 @@ def check_engine_args(extra: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def running(
-    args: dict[str, Any], extra: dict[str, Any], what: str, timeout: float = LOAD_TIMEOUT
+    args: dict[str, Any], extra: dict[str, Any], what: str, timeout: float
 ) -> "Iterator[LLM]":
     """A vLLM engine, ended on every way out, before the last line is printed."""
     llm = start_engine(args, extra, what, timeout)
@@ -167,6 +146,24 @@ def running(
         llm.collective_rpc("restore_signals")
     finally:
         stop_engine(llm)
+
+
+def generating(
+    args: argparse.Namespace, verifier: Verifier, what: str, **more: Any
+) -> "contextlib.AbstractContextManager[LLM]":
+    """An engine by a script's flags that decodes token ids to token ids, with its counters on; see
+    running. `more`: further arguments of vllm.LLM."""
+    prepare_environment(args.tp_size)
+    engine_args = default_engine_args(verifier, args.tp_size) | {
+        "dtype": args.dtype,
+        "max_model_len": min(args.max_seq_len, verifier.max_positions or args.max_seq_len),
+        "max_num_seqs": args.batch_size,
+        "gpu_memory_utilization": args.gpu_memory_utilization,
+        "trust_remote_code": args.trust_remote_code,
+        "skip_tokenizer_init": True,
+        "disable_log_stats": False,
+    }
+    return running(engine_args | more, args.engine_args, what, args.load_timeout * 60)
 
 
 def start_engine(

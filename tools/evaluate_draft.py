@@ -72,6 +72,7 @@ def main() -> None:
     # ---------------------------------------------------------------- check
     from common import (
         chat,
+        engine,
         hidden_folder,
         preflight,
         prompts,
@@ -152,7 +153,7 @@ def main() -> None:
         progress.log(f"evaluate: measured with the draft, {progress.duration(seconds)} -> {half}")
         return
     drafted, counters, checked = read_half(half)
-    with running(args, model) as llm:
+    with engine.generating(args, model, STAGE) as llm:
         serving.warm_up(llm, asked[: args.batch_size])
         limits = model.end_ids, args.max_new_tokens, args.batch_size
         plain = serving.generate(llm, asked, *limits, "verifier alone")
@@ -198,27 +199,9 @@ def run_only_draft() -> None:
         cli.finish(status if status > 0 else 128 - status)
 
 
-def running(args, model, **more):
-    """The verifier in vLLM; a context manager."""
-    from common import engine
-
-    engine.prepare_environment(args.tp_size)
-    engine_args = engine.generation_engine_args(
-        model,
-        tp_size=args.tp_size,
-        max_seq_len=args.max_seq_len,
-        batch_size=args.batch_size,
-        dtype=args.dtype,
-        gpu_memory_utilization=args.gpu_memory_utilization,
-        trust_remote_code=args.trust_remote_code,
-    )
-    timeout = args.load_timeout * 60
-    return engine.running(engine_args | more, args.engine_args, "evaluate", timeout)
-
-
 def run_with_draft(args, model, asked, stored) -> tuple:
     """(Run with the draft, its counters, the check of its states, where there are some)."""
-    from common import served_states, serving
+    from common import engine, served_states, serving
 
     draft = Path(args.draft)
     speculative = {
@@ -226,7 +209,7 @@ def run_with_draft(args, model, asked, stored) -> tuple:
         "method": "eagle3",
         "num_speculative_tokens": args.num_speculative_tokens,
     }
-    with running(args, model, speculative_config=speculative) as llm:
+    with engine.generating(args, model, STAGE, speculative_config=speculative) as llm:
         checked = {}
         if stored is not None:
             ids, aux_TAH = stored

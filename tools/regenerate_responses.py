@@ -283,18 +283,7 @@ def own_engine(args, model, template, longest: int) -> Iterator["Engine"]:
     """vLLM in this process, ended with the context."""
     from common import engine
 
-    engine.prepare_environment(args.tp_size)
-    timeout = args.load_timeout * 60
-    engine_args = engine.generation_engine_args(
-        model,
-        tp_size=args.tp_size,
-        max_seq_len=args.max_seq_len,
-        batch_size=args.batch_size,
-        dtype=args.dtype,
-        gpu_memory_utilization=args.gpu_memory_utilization,
-        trust_remote_code=args.trust_remote_code,
-    )
-    with engine.running(engine_args, args.engine_args, "regenerate", timeout) as llm:
+    with engine.generating(args, model, "regenerate") as llm:
         yield Engine(llm, args, model, template, longest)
 
 
