@@ -1,7 +1,7 @@
 """Stage 1: chat data → tokenized samples with loss masks, through the verifier's template.
 
 Reads local .json, .jsonl (also .gz, .zst) or .parquet files, folders of them, or hub data sets,
-in OpenAI, ShareGPT, Alpaca or prompt/response form (common/conversations.py); rows that hold
+in OpenAI, ShareGPT, Alpaca or prompt/response form (common/data/conversations.py); rows that hold
 input_ids and loss_mask already (as tools/regenerate_responses.py writes them) pass through,
 checked. Writes OUTPUT_DIR/tokenized_data.jsonl: {"id", "input_ids", "loss_mask"} a line.
 """
@@ -66,12 +66,14 @@ def main() -> None:
     out = Path(args.output_dir)
 
     # ---------------------------------------------------------------- check
-    from common import rows, samples, verifier
+    from common.data import samples
+    from common.data.sources import check_outside, parse_sources, read_rows, sources_digest
+    from common.verifier.config import load_verifier, tokenizer_fingerprint
 
-    model = verifier.load_verifier(args.model_path)
-    sources = rows.parse_sources(args.dataset, args.max_samples)
+    model = load_verifier(args.model_path)
+    sources = parse_sources(args.dataset, args.max_samples)
     artifacts.check_apart(out, args.model_path, *(f for s in sources for f in s.files))
-    rows.check_outside(out, sources)
+    check_outside(out, sources)
     longest = model.longest_sample(args.max_seq_len)
     settings = {
         "max_samples": args.max_samples,
@@ -84,8 +86,8 @@ def main() -> None:
         "end_ids": list(model.end_ids),
     }
     inputs = {
-        "dataset": rows.digest(sources),
-        "tokenizer": verifier.tokenizer_fingerprint(args.model_path),
+        "dataset": sources_digest(sources),
+        "tokenizer": tokenizer_fingerprint(args.model_path),
     }
     state = "none"
     if not args.show:
@@ -95,7 +97,7 @@ def main() -> None:
         return
 
     # ---------------------------------------------------------------- load
-    from common import encoding
+    from common.data import encoding
 
     rules = encoding.Rules(
         model_path=args.model_path,
@@ -110,13 +112,13 @@ def main() -> None:
     )
     if args.show:
         try:
-            encoding.show(rules, rows.read_rows(sources), args.show)
+            encoding.show(rules, read_rows(sources), args.show)
         except BrokenPipeError:  # `| head` has seen enough
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (until the process ends)
         return
     counts: Counter[str] = Counter()
     if args.dry_run:
-        for row in encoding.encode_rows(rules, rows.read_rows(sources, 100), 1):
+        for row in encoding.encode_rows(rules, read_rows(sources, 100), 1):
             counts.update(row.counts)
             counts["samples"] += len(row.lines)
         progress.log(
@@ -130,7 +132,7 @@ def main() -> None:
     workers = args.workers or len(os.sched_getaffinity(0))
     bar = progress.Progress("prepare", args.max_samples or 0, "samples")
     with artifacts.atomic_file(out / samples.FILE, "w") as f:
-        found = rows.read_rows(sources, wanted=args.max_samples or float("inf"))
+        found = read_rows(sources, wanted=args.max_samples or float("inf"))
         for line in encoded(encoding.encode_rows(rules, found, workers), counts):
             f.write(line.text)
             counts.update(samples=1, tokens=line.tokens, loss_tokens=line.loss_tokens)

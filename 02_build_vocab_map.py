@@ -46,10 +46,20 @@ def main() -> None:
     out = Path(args.output_dir)
 
     # ---------------------------------------------------------------- check
-    from common import samples, verifier, vocab
+    from common.data import samples
+    from common.data.vocab_map import (
+        build_map,
+        choose_tokens,
+        coverage_by_size,
+        draw_coverage,
+        files_hash,
+        merge_counts,
+        parse_prepared,
+    )
+    from common.verifier.config import load_verifier
 
-    model = verifier.load_verifier(args.model_path)
-    folders, weights = vocab.parse_prepared(args.prepared_data)
+    model = load_verifier(args.model_path)
+    folders, weights = parse_prepared(args.prepared_data)
     artifacts.check_apart(out, args.model_path, *folders)
     size = args.draft_vocab_size
     if size > model.vocab_size:
@@ -84,13 +94,13 @@ def main() -> None:
         if not counts.any():
             raise cli.UserError(f"{folder / samples.FILE}: no loss tokens in it")
         counts_of_each.append(counts)
-    counts = vocab.merge_counts(counts_of_each, weights)
+    counts = merge_counts(counts_of_each, weights)
     always = np.zeros(model.vocab_size, dtype=bool)
     always[[i for i in special if i < model.vocab_size and counts[i]]] = True
     always[[i for i in model.end_ids if i < model.vocab_size]] = True
-    chosen, filler = vocab.choose_tokens(counts, always, size)
-    d2t, t2d = vocab.build_map(chosen, model.vocab_size)
-    covered = vocab.coverage_by_size(counts)
+    chosen, filler = choose_tokens(counts, always, size)
+    d2t, t2d = build_map(chosen, model.vocab_size)
+    covered = coverage_by_size(counts)
     coverage = float(counts[t2d].sum() / counts.sum())
     distinct = int((counts > 0).sum())
     total = int(sum(c.sum() for c in counts_of_each))
@@ -129,19 +139,19 @@ def main() -> None:
             file.write(data.getvalue())
             file.flush()
         # before the files have their names: a map without a report is taken for somebody else's
-        digest = vocab.files_hash(Path(f.name) for f in files)
+        digest = files_hash(Path(f.name) for f in files)
         seconds = time.monotonic() - started
         artifacts.write_json(
             out / artifacts.REPORT,
             artifacts.report(STAGE, settings, inputs, report_counts, digest, seconds),
         )
-    vocab.draw_coverage(out / "coverage.png", counts, size)
+    draw_coverage(out / "coverage.png", counts, size)
     progress.log(f"vocab: {text}; {progress.duration(seconds)} -> {out}")
 
 
 def special_ids(model_path: str, model) -> set[int]:
     """Ids of the tokenizer's added special tokens, read from its files without loading it."""
-    from common.verifier import optional_file
+    from common.verifier.config import optional_file
 
     found = set(model.end_ids)
     for name, ids_of in (

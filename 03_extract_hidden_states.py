@@ -85,19 +85,25 @@ def main() -> None:
     out = Path(args.output_dir)
 
     # ---------------------------------------------------------------- check
-    from common import engine, hidden_files, hidden_folder, journal, preflight, samples, verifier
+    from common.data import samples
+    from common.extraction import preflight
+    from common.states import journal
+    from common.states.files import file_bytes
+    from common.states.folder import refuse_shards, shard_folder
+    from common.verifier import engine
+    from common.verifier.config import load_verifier
 
     if args.num_shards > 1:
-        out = hidden_folder.shard_folder(out, args.shard_index, args.num_shards)
+        out = shard_folder(out, args.shard_index, args.num_shards)
     elif not args.verify:
-        hidden_folder.refuse_shards(out)
+        refuse_shards(out)
     folder = samples.prepared_folder(args.prepared_data)
     artifacts.check_apart(out, folder, args.model_path)
     if args.verify:
         verify(out, folder, started)
         return
     engine.check_engine_args(args.engine_args)
-    model = verifier.load_verifier(args.model_path)
+    model = load_verifier(args.model_path)
     layers = check_layers(args.layers or model.default_layers(), model)
     dtype = check_dtype(args.dtype, model)
     storage = STORAGE.get(args.storage_dtype, args.storage_dtype)
@@ -130,7 +136,7 @@ def main() -> None:
         only = {i for _, indices in todo for i in indices}
         found = samples.read_samples(folder, args.max_samples, model.vocab_size, only)
         data = {s.index: s for s in found}
-    todo_bytes = sum(hidden_files.file_bytes(lengths[i], *shape) for _, m in todo for i in m)
+    todo_bytes = sum(file_bytes(lengths[i], *shape) for _, m in todo for i in m)
     lines = preflight.work_lines(args, units, lengths, done, storage, todo_bytes, out)
     preflight.check_plan(args, model, weights, settings, lines)
     artifacts.require_space(out, todo_bytes, args.overwrite, "lower --max-samples")
@@ -142,7 +148,7 @@ def main() -> None:
 
     # ---------------------------------------------------------------- load and work
     if todo:
-        from common.forward import Work
+        from common.extraction.forward import Work
 
         samples_todo = {i: data[i] for _, indices in todo for i in indices}
         tokens = sum(lengths.values())
@@ -165,7 +171,7 @@ def main() -> None:
 
 def run_settings(args, layers: list[int], model, dtype: str, storage: str) -> dict:
     """What gives the folder's files their meaning; a resume must have the same."""
-    from common.plan import MAX_SAMPLES_A_PASS
+    from common.extraction.batching import MAX_SAMPLES_A_PASS
 
     settings = {
         "layers": layers,
@@ -187,27 +193,28 @@ def run_settings(args, layers: list[int], model, dtype: str, storage: str) -> di
 
 def plan_passes(args, model, folder: Path):
     """Read and check all samples; returns (passes, lengths, samples) of this shard."""
-    from common import plan, samples
+    from common.data import samples
+    from common.extraction import batching
 
     found = samples.read_samples(folder, args.max_samples, model.vocab_size)
     data = {s.index: s for s in found}
     lengths = {i: len(s.input_ids) for i, s in data.items()}
     check_longest(args, model, folder, lengths)
-    units = plan.plan_units(lengths, args.max_batch_tokens, args.batch_size)
+    units = batching.plan_units(lengths, args.max_batch_tokens, args.batch_size)
     if args.num_shards > len(units):
         raise cli.UserError(
             f"--num-shards {args.num_shards}: the samples make {len(units)} forward passes; use"
             " fewer shards or a lower --max-batch-tokens"
         )
     if args.num_shards > 1:
-        units = plan.deal_units(units, lengths, args.num_shards, args.shard_index)
+        units = batching.deal_units(units, lengths, args.num_shards, args.shard_index)
         lengths = {i: lengths[i] for unit in units for i in unit}
         data = {i: data[i] for i in lengths}
     return units, lengths, data
 
 
 def check_longest(args, model, folder: Path, lengths: dict[int, int]) -> None:
-    from common import samples
+    from common.data import samples
 
     index = max(lengths, key=lambda i: lengths[i])
     limit = min(model.longest_sample(args.max_seq_len), args.max_batch_tokens)
@@ -222,10 +229,13 @@ def check_longest(args, model, folder: Path, lengths: dict[int, int]) -> None:
 
 def extract(args, work, report, units, lengths, done) -> None:
     """Load the verifier, check the capture, and run the passes of `work` into `done`."""
-    from common import engine, extraction, journal, probe, verifier
+    from common.extraction import probe, runner
+    from common.states import journal
+    from common.verifier import engine
+    from common.verifier.config import read_tensors
 
     model, out = work.model, work.out
-    head = verifier.read_tensors(model, ("norm", "lm_head"))
+    head = read_tensors(model, ("norm", "lm_head"))
     engine.prepare_environment(args.tp_size)
     loading = time.monotonic()
     engine_args = engine.capture_engine_args(
@@ -254,7 +264,7 @@ def extract(args, work, report, units, lengths, done) -> None:
             journal.write_plan(out, units, lengths)
             artifacts.write_json(out / artifacts.REPORT, report({}, None, 0))
             with journal.Journal(out, done) as record:
-                extraction.run_units(llm, work, record, checked, stopper)
+                runner.run_units(llm, work, record, checked, stopper)
         except Exception as e:
             if engine.failed(llm) and not isinstance(e, cli.UserError):
                 raise engine.engine_died(cli.one_line(e)) from e
@@ -274,14 +284,15 @@ def extract(args, work, report, units, lengths, done) -> None:
 
 def finish(report, units, lengths, done, shape, settings, out: Path, started: float) -> None:
     """Write the report and print what a careful person would look up."""
-    from common import hidden_files, journal
+    from common.states import journal
+    from common.states.files import file_bytes, hidden_file
 
     shutil.rmtree(out / artifacts.PROBE, ignore_errors=True)  # of a run killed after its last pass
     missing, sums = journal.missing_samples(done), journal.checksums(done)
     kept = {i: lengths[i] for i in sums}
     tokens, seconds = sum(kept.values()), sum(entry["seconds"] for entry in done.values())
-    planned = sum(hidden_files.file_bytes(n, *shape) for n in kept.values())
-    folders = sorted({hidden_files.hidden_file(out, i).parent for i in kept})
+    planned = sum(file_bytes(n, *shape) for n in kept.values())
+    folders = sorted({hidden_file(out, i).parent for i in kept})
     size = sum(f.stat().st_size for folder in folders for f in folder.glob("hs_*.safetensors"))
     counts = {
         "num_samples": len(kept),
@@ -316,9 +327,10 @@ def finish(report, units, lengths, done, shape, settings, out: Path, started: fl
 
 def verify(out: Path, folder: Path, started: float) -> None:
     """--verify: read a finished folder, or all its shards, again."""
-    from common import hidden_folder, samples
+    from common.data import samples
+    from common.states.folder import open_hidden, verify_folder
 
-    found = hidden_folder.open_hidden(out, lone_shard=True)
+    found = open_hidden(out, lone_shard=True)
     artifacts.must_match(
         "prepared data",
         out,
@@ -327,7 +339,7 @@ def verify(out: Path, folder: Path, started: float) -> None:
         samples.prepared_identity(folder),
         "pass the --prepared-data it was made from",
     )
-    files, tokens, size, missing = hidden_folder.verify_folder(found, folder)
+    files, tokens, size, missing = verify_folder(found, folder)
     seconds = time.monotonic() - started
     progress.log(
         f"verify: {files} files, {tokens} tokens, {size / 1e9:.2f} GB in {out} are whole, finite"

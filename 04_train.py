@@ -137,10 +137,12 @@ def main() -> None:
     # CUDA's matrix products repeat their bits only with a fixed workspace.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     started = time.monotonic()
-    from common import curves, serving, train_inputs
-    from common.ranks import start_ranks
+    from common.serving.generation import check_draft
+    from common.training import metrics
+    from common.training.inputs import choose_compute
+    from common.training.ranks import start_ranks
 
-    device, dtype = train_inputs.choose_compute(args.device, args.compute_dtype, args.float8)
+    device, dtype = choose_compute(args.device, args.compute_dtype, args.float8)
     ranks = start_ranks(device)
     job = ranks.in_turn(lambda: check(args, device, dtype, ranks))
     if job is None:
@@ -151,8 +153,8 @@ def main() -> None:
 
     # ---------------------------------------------------------------- report
     out = Path(args.output_dir)
-    curves.draw_curves(out)
-    serving.check_draft(out, job.model)
+    metrics.draw_curves(out)
+    check_draft(out, job.model)
     digest = artifacts.sha256_file(out / "model.safetensors")
     seconds = time.monotonic() - started
     tokens = sum(map(job.step_tokens, job.steps[:steps]))
@@ -177,23 +179,25 @@ def main() -> None:
 
 def check(args, device, dtype, ranks):
     """Check everything that can be known before the training, plan it and hold the output
-    folder; returns its train_setup.Job, None when there is nothing to do."""
-    from common import (
-        checkpoint,
+    folder; returns its Job, None when there is nothing to do."""
+    from common.draft import export
+    from common.draft.checkpoint import check_initial
+    from common.draft.config import (
+        check_float8,
+        check_on_gpu,
         draft_shape,
-        export,
-        packing,
-        published,
-        train_inputs,
-        train_setup,
-        verifier,
     )
+    from common.training import packing
+    from common.training.inputs import open_data, run_settings
+    from common.training.setup import Job
+    from common.training.state import check_state
+    from common.verifier.config import load_verifier
 
     out = Path(args.output_dir)
-    model = verifier.load_verifier(args.model_path)
-    data = train_inputs.open_data(args, model)
+    model = load_verifier(args.model_path)
+    data = open_data(args, model)
     inputs = dict(data.identities)
-    shape = draft_shape.draft_shape(
+    shape = draft_shape(
         args.draft_shape,
         model,
         len(data.layers) - 1,
@@ -204,16 +208,16 @@ def check(args, device, dtype, ranks):
         norm_output=args.norm_output,
     )
     if args.float8:
-        draft_shape.check_float8(shape)
+        check_float8(shape)
     if device == "cuda":
-        draft_shape.check_on_gpu(shape)
+        check_on_gpu(shape)
     aux = data.layers[:-1]
     if args.init_from:
-        published.check_initial(Path(args.init_from), shape, export.serving_layer_ids(aux))
+        check_initial(Path(args.init_from), shape, export.serving_layer_ids(aux))
         inputs["init_from"] = artifacts.sha256_file(Path(args.init_from) / "model.safetensors")
     earlier_rows = None if args.overwrite else artifacts.held(out, "settings", "rows_per_step")
     rows_a_step = args.rows_per_step or earlier_rows or ranks.world
-    settings = train_inputs.run_settings(args, shape, data, device, dtype, rows_a_step)
+    settings = run_settings(args, shape, data, device, dtype, rows_a_step)
     state = artifacts.earlier_run(out, STAGE, settings, inputs, args.overwrite)
     if state == "complete":
         say(ranks, f"train: {out} is complete (--overwrite makes it again)")
@@ -236,13 +240,13 @@ def check(args, device, dtype, ranks):
         )
     steps = packing.plan_steps(train, args.max_batch_tokens, args.epochs, args.seed, rows_a_step)
     report = functools.partial(artifacts.report, STAGE, settings, inputs)
-    job = train_setup.Job(report, model, shape, data, train, held, steps)
+    job = Job(report, model, shape, data, train, held, steps)
     say_plan(args, job, rows_a_step, device, dtype, ranks)
     check_room(args, job, device, dtype, ranks)
     if ranks.first and not args.dry_run:
         artifacts.hold_output(out, STAGE, settings, inputs, args.overwrite, state)
     if ranks.first and not args.overwrite:  # held: another run may be dropping this state
-        checkpoint.check_state(out / "state", len(steps))
+        check_state(out / "state", len(steps))
     if args.dry_run:
         say(ranks, "train: dry run, every check passed; nothing was loaded or written")
         return None
@@ -269,16 +273,19 @@ def say_plan(args, job, rows_a_step: int, device, dtype, ranks) -> None:
 
 def check_room(args, job, device, dtype, ranks) -> None:
     """UserError where the disk, the memory or the checkpoint's format will not do."""
-    from common import draft_shape, export, train_inputs
+    from common.draft import export
+    from common.draft.config import (
+        memory_needed,
+        parameter_count,
+    )
+    from common.training.inputs import require_memory
 
     out = Path(args.output_dir)
     # the states kept, one more (it is whole before the oldest goes), and the checkpoint
-    size = draft_shape.parameter_count(job.shape)
+    size = parameter_count(job.shape)
     needed = size * ((args.keep_states + 1) * (12 + dtype.itemsize) + 4)
     moments = 1 if args.optimizer == "muon" else 2
-    memory = draft_shape.memory_needed(
-        job.shape, dtype.itemsize, ranks.world, moments, args.train_lm_head
-    )
+    memory = memory_needed(job.shape, dtype.itemsize, ranks.world, moments, args.train_lm_head)
     say(
         ranks,
         f"train: {size / 1e6:.1f} M parameters; up to {needed / 1e9:.2f} GB of disk,"
@@ -288,7 +295,7 @@ def check_room(args, job, device, dtype, ranks) -> None:
     needed -= sum(p.stat().st_size for p in there)
     artifacts.require_space(out, needed, args.overwrite, "lower --keep-states")
     if device == "cuda":
-        train_inputs.require_memory(memory)
+        require_memory(memory)
     if ranks.first:  # last, for it takes seconds
         export.speculators_draft(job.shape, job.model, job.data.layers[:-1], args.ttt_steps, dtype)
 
@@ -307,21 +314,26 @@ def train_draft(args, job, device, dtype, ranks) -> tuple[dict | None, int, floa
     held-out measure, the steps taken and their seconds, of all runs."""
     import torch
 
-    from common import checkpoint, export, loading, packing, train_setup, training, vml
-    from common.training_log import StepLog
+    from common import vml
+    from common.draft import export
+    from common.training import loader, packing
+    from common.training.setup import load
+    from common.training.state import save_state
+    from common.training.step_log import StepLog
+    from common.training.trainer import rehearse, schedule
 
     out, steps, data = Path(args.output_dir), job.steps, job.data
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     vml.settle()
     began = time.monotonic()
-    loaded = train_setup.load(args, job, device, dtype, ranks)
+    loaded = load(args, job, device, dtype, ranks)
     trainer, teacher, held, begun = loaded.trainer, loaded.teacher, loaded.held, loaded.begun
     if begun:
         say(ranks, f"train: continuing after step {begun} of {len(steps)}")
     say(ranks, f"train: loaded in {progress.duration(time.monotonic() - began)}")
     if device == "cuda":
-        training.rehearse(trainer, teacher, loaded.reader.read(steps[0].rows[0]).to(device))
+        rehearse(trainer, teacher, loaded.reader.read(steps[0].rows[0]).to(device))
         torch.cuda.synchronize()
     ranks.agree(True)  # all are there; none waits for another's kernels in its first step
     if device == "cuda":
@@ -336,7 +348,7 @@ def train_draft(args, job, device, dtype, ranks) -> tuple[dict | None, int, floa
         out, steps, tokens, begun, held.measured, spent, trainer, reader, args.tensorboard
     )
     mine = [row for step in steps[begun:] for row in step.rows[ranks.rank :: ranks.world]]
-    rows = loading.rows_ahead(loaded.reader, mine, device)
+    rows = loader.rows_ahead(loaded.reader, mine, device)
     stopper = progress.Stopper()
 
     def end_of_epoch(number: int) -> bool:
@@ -361,7 +373,7 @@ def train_draft(args, job, device, dtype, ranks) -> tuple[dict | None, int, floa
         samples = [data.samples[i] for row in step.rows for i in row]
         work = packing.count_work(samples, args.ttt_steps, args.loss_rule)
         weights = [args.ttt_decay**k / max(1, n) for k, n in enumerate(work.losses)]
-        lr = args.lr * training.schedule(number - 1, len(steps), args.warmup)
+        lr = args.lr * schedule(number - 1, len(steps), args.warmup)
         count = len(step.rows[ranks.rank :: ranks.world])
         sums = trainer.step(teacher, rows, count, weights, lr, stopper.code)
         stop = log.add(number, sums, work, lr)
@@ -374,7 +386,7 @@ def train_draft(args, job, device, dtype, ranks) -> tuple[dict | None, int, floa
         if stop or (due and number < len(steps) and not ended):
             counters = {"seconds": round(log.spent, 2), **held.counters()}
             best = held.weights if held.best and held.best["step"] < number else {}
-            checkpoint.save_state(out / "state", number, trainer, counters, best, args.keep_states)
+            save_state(out / "state", number, trainer, counters, best, args.keep_states)
         if stop:
             raise cli.Interrupted(
                 stopper.code or 143, f"state after step {number} saved; {cli.again()} to continue"

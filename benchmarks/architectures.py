@@ -48,8 +48,8 @@ def main() -> None:
 
 
 def check(name: str, folder: Path, ranks: int, expected: Any) -> dict[str, Any]:
-    from common.hidden_files import hidden_file, read_hidden
-    from common.verifier import load_verifier
+    from common.states.files import hidden_file, read_hidden
+    from common.verifier.config import load_verifier
 
     path = folder / "model"
     model = load_verifier(str(path))

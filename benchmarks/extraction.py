@@ -24,7 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common.artifacts import atomic_file
-from common.samples import FILE, read_samples
+from common.data.samples import FILE, read_samples
 
 LLAMA8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -181,7 +181,7 @@ def make_data(folder: Path) -> None:
 
 def plain(model: str, data: Path, batch_tokens: int, utilization: float, ranks: int) -> dict:
     """tok/s of vLLM's own eager prefill, all samples submitted at once; the better of two."""
-    from common import engine
+    from common.verifier import engine
 
     engine.prepare_environment(ranks)
     from vllm import LLM, SamplingParams
@@ -217,7 +217,7 @@ def plain(model: str, data: Path, batch_tokens: int, utilization: float, ranks: 
 
 def disk(folder: Path, gigabytes: int) -> dict:
     """Write rate of atomic, fsynced files by as many threads as 03 has."""
-    from common.writer import WRITERS
+    from common.extraction.writer import WRITERS
 
     data = os.urandom(29_000_000)
     count = gigabytes * 10**9 // len(data)

@@ -26,7 +26,7 @@ import psutil
 import torch
 
 from benchmarks.extraction import make_data, make_model, report
-from common.hidden_files import hidden_file, read_hidden
+from common.states.files import hidden_file, read_hidden
 
 # of Kimi-K2.5's published drafts
 KIMI_DRAFT = (

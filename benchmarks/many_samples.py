@@ -24,7 +24,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from common.hidden_files import file_bytes, hidden_file
+from common.states.files import file_bytes, hidden_file
 from tests.tiny_models import make_llama
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from common.samples import read_samples
+from common.data.samples import read_samples
 
 START_LIMIT, CLIENT_LIMIT = 240, 120  # seconds
 

@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from benchmarks.train_step import WARM_UP, add_shape, random_row, shape_of, timed_alone
-from common.export import speculators_config
-from common.verifier import Verifier
+from common.draft.export import speculators_config
+from common.verifier.config import Verifier
 
 
 def main() -> None:

@@ -19,13 +19,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from common.draft_shape import DraftShape, flops_of_step
-from common.eagle3 import Eagle3Draft, initialize
-from common.optimizers import make_optimizers
-from common.packed_row import PackedRow, make_row
-from common.products import Products
-from common.training import Trainer
-from common.ttt_step import Teacher
+from common.draft.config import DraftShape, flops_of_step
+from common.draft.linear_products import Products
+from common.draft.model import Eagle3Draft, initialize
+from common.draft.packed_row import PackedRow, make_row
+from common.training.optimizers import make_optimizers
+from common.training.step import Teacher
+from common.training.trainer import Trainer
 
 WARM_UP = 4
 # By a part of the kernel's name, first match.

@@ -9,8 +9,8 @@ import signal
 import torch
 
 from common import vml
-from common.capture import CaptureMethods
-from common.served_states import ServingMethods
+from common.extraction.capture import CaptureMethods
+from common.serving.parity import ServingMethods
 
 vml.settle()  # vLLM imports this first, then loads the model and makes its rotary table
 

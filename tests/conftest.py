@@ -21,7 +21,8 @@ settings.load_profile("project")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from common import engine, progress
+from common import progress
+from common.verifier import engine
 from tests.tiny_models import make_llama, make_rows
 
 progress.quiet_libraries()
@@ -153,7 +154,7 @@ def smollm2() -> Path:
 
 @pytest.fixture(scope="session")
 def tokenizer(smollm2):
-    from common.chat import load_tokenizer
+    from common.data.chat_template import load_tokenizer
 
     return load_tokenizer(str(smollm2), False)
 

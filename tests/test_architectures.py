@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from common.hidden_files import hidden_file, read_hidden
-from common.verifier import load_verifier, read_tensors
+from common.states.files import hidden_file, read_hidden
+from common.verifier.config import load_verifier, read_tensors
 from tests.conftest import must, script, write_jsonl
 from tests.tiny_models import ARCHITECTURES, make_rows
 

@@ -38,12 +38,12 @@ def test_full_disk_for_training(tiny_stages, small_disk):
 def test_state_on_a_full_disk_leaves_the_older_one(small_disk):
     import torch
 
-    from common.checkpoint import latest_state, save_state
     from common.cli import UserError
-    from common.draft_shape import DraftShape
-    from common.eagle3 import Eagle3Draft
-    from common.products import Products
-    from common.training import Trainer
+    from common.draft.config import DraftShape
+    from common.draft.linear_products import Products
+    from common.draft.model import Eagle3Draft
+    from common.training.state import latest_state, save_state
+    from common.training.trainer import Trainer
 
     def trainer(hidden):
         shape = DraftShape(hidden, 8, 2, 2, 4, 1e4, 1e-6, 3, 8, 16)

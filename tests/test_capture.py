@@ -8,13 +8,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common import engine, forward
-from common.capture import CaptureError, find_decoder
 from common.cli import UserError
-from common.hidden_files import file_checksum, hidden_file, read_hidden
-from common.selfcheck import check_final_layer, check_received
-from common.verifier import load_verifier, read_tensors
-from common.writer import match_rows
+from common.extraction import forward
+from common.extraction.capture import CaptureError, find_decoder
+from common.extraction.selfcheck import check_final_layer, check_received
+from common.extraction.writer import match_rows
+from common.states.files import file_checksum, hidden_file, read_hidden
+from common.verifier import engine
+from common.verifier.config import load_verifier, read_tensors
 
 LAYERS = [2, 15, 27, 29]
 TEXTS = [
@@ -118,7 +119,7 @@ def test_final_layer_reproduces_the_logprobs_and_the_one_before_does_not(capture
 
 def write_sample(folder, index, hidden_TLH, ids_T):
     """Write a file as the writer does, from tensors."""
-    from common.writer import Rows, write_rows
+    from common.extraction.writer import Rows, write_rows
 
     dtype = str(hidden_TLH.dtype).removeprefix("torch.")
     rows = Rows.empty(tuple(hidden_TLH.shape), dtype, torch.device("cpu"), False)

@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from common import packed_row
-from common.draft_shape import DraftShape, flops_of_step, memory_needed
-from common.eagle3 import Eagle3Draft, initialize, ttt_states
-from common.loss_table import loss_table
-from common.losses import linear_kl, teacher_probs
-from common.optimizers import make_optimizers, moments
-from common.packed_row import make_row
-from common.products import Products
-from common.ttt_step import Teacher, acceptance, heldout_counts, step_loss
+from common.draft import packed_row
+from common.draft.config import DraftShape, flops_of_step, memory_needed
+from common.draft.linear_products import Products
+from common.draft.loss_table import loss_table
+from common.draft.losses import linear_kl, teacher_probs
+from common.draft.model import Eagle3Draft, initialize, ttt_states
+from common.draft.packed_row import make_row
+from common.training.optimizers import make_optimizers, moments
+from common.training.step import Teacher, acceptance, heldout_counts, step_loss
 
 H, V, D, DEPTHS = 64, 96, 40, 3
 PLAIN = Products(torch.float32)
@@ -128,8 +128,8 @@ def test_loss_and_gradients_equal_speculators(flags, decay):
     from speculators.models.eagle3 import Eagle3DraftModel
     from speculators.models.eagle3.data import shift_batch
 
-    from common.export import speculators_config
-    from common.verifier import Verifier
+    from common.draft.export import speculators_config
+    from common.verifier.config import Verifier
 
     s, t = shape(**flags), teacher()
     draft = fresh(s, t)

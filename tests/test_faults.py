@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from common.artifacts import REPORT
-from common.plan import plan_units
+from common.extraction.batching import plan_units
 from tests.conftest import (
     ROOT,
     ended,
@@ -144,24 +144,24 @@ def test_single_tokens_are_extracted_without_a_probe(plain, tmp_path):
 
 # A fault inside vLLM's forward pass, whenever the odd token is in it.
 FAULT = f"""
-import common.capture
-hook = common.capture.CaptureMethods._on_embedding
+import common.extraction.capture
+hook = common.extraction.capture.CaptureMethods._on_embedding
 def faulty(self, module, args, output):
     if bool((args[0] == {ODD}).any()):
         raise RuntimeError("an illegal memory access, say")
     hook(self, module, args, output)
-common.capture.CaptureMethods._on_embedding = faulty
+common.extraction.capture.CaptureMethods._on_embedding = faulty
 """
 # vLLM's queue of two batches, which it uses on GPUs, on a CPU.
 QUEUE = """
 import vllm.config.vllm
 vllm.config.vllm.VllmConfig.max_concurrent_batches = property(lambda self: 2)
-import common.extraction
-init = common.extraction.Passes.__init__
+import common.extraction.runner
+init = common.extraction.runner.Passes.__init__
 def checked(self, *args):
     init(self, *args)
     assert self._queue is not None
-common.extraction.Passes.__init__ = checked
+common.extraction.runner.Passes.__init__ = checked
 """
 
 
@@ -227,7 +227,9 @@ def test_an_engine_that_does_not_come_up_is_given_up(plain, tmp_path):
 
 
 def test_given_up_workers_are_ended():
-    code = "import subprocess; from common.engine import end_workers; p = subprocess.Popen("
+    code = (
+        "import subprocess; from common.verifier.engine import end_workers; p = subprocess.Popen("
+    )
     code += "['sleep', '60']); end_workers(); print(p.wait(5))"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert result.stdout.strip() == "-9"

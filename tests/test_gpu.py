@@ -5,15 +5,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from common.attention import TTTAttention, attend_by_sample
-from common.hidden_files import hidden_file
-from common.hidden_folder import HiddenFolder
-from common.loading import RowReader, rows_ahead
-from common.losses import linear_kl, teacher_probs
-from common.products import Products
-from common.samples import Sample
-from common.training import Trainer
-from common.ttt_step import heldout_counts, step_loss
+from common.data.samples import Sample
+from common.draft.attention import TTTAttention, attend_by_sample
+from common.draft.linear_products import Products
+from common.draft.losses import linear_kl, teacher_probs
+from common.states.files import hidden_file
+from common.states.folder import HiddenFolder
+from common.training.loader import RowReader, rows_ahead
+from common.training.step import heldout_counts, step_loss
+from common.training.trainer import Trainer
 from tests.test_eagle3 import DEPTHS, MULTI_TURN, counts, fresh, pack, sample, shape, teacher
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -127,7 +127,7 @@ FINEST = {torch.float8_e4m3fn: 2.0**-9, torch.float8_e5m2: 2.0**-16}
 
 @pytest.mark.parametrize("size", [(200, 176), (1024, 4096)])
 def test_float8_cast_in_both_layouts(size):
-    from common.float8 import GRADIENTS, VALUES, amax_of, cast
+    from common.draft.float8 import GRADIENTS, VALUES, amax_of, cast
 
     x = torch.randn(size, device="cuda", dtype=torch.bfloat16) ** 3
     found = amax_of([x, x * 2])
@@ -148,7 +148,7 @@ def test_float8_cast_in_both_layouts(size):
 
 
 def test_float8_products_of_matrices_that_share_an_input():
-    from common.float8 import Float8Weights, amax_of, weight_gradients8
+    from common.draft.float8 import Float8Weights, amax_of, weight_gradients8
 
     weights = tuple(torch.randn(n, 1024, device="cuda") for n in (2048, 512))
     x = torch.randn(384, 1024, device="cuda", dtype=torch.bfloat16)
@@ -187,7 +187,7 @@ def test_float8_step_is_near_that_of_bfloat16():
 
 
 def test_a_gradient_that_is_not_finite_stays_so_in_float8():
-    from common.float8 import amax_of, weight_gradients8
+    from common.draft.float8 import amax_of, weight_gradients8
 
     x, dy = (torch.randn(128, 32, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     for bad in ("nan", "inf"):

@@ -12,7 +12,9 @@ from safetensors.torch import load_file, save
 
 from common.artifacts import REPORT, sha256_json
 from common.cli import UserError
-from common.hidden_files import (
+from common.extraction.batching import deal_units, plan_units
+from common.extraction.writer import Rows, write_rows
+from common.states.files import (
     FP8,
     bytes_a_token,
     file_bytes,
@@ -20,10 +22,8 @@ from common.hidden_files import (
     quantize_rows,
     read_hidden,
 )
-from common.hidden_folder import all_finite, open_hidden
-from common.journal import checksums, digest
-from common.plan import deal_units, plan_units
-from common.writer import Rows, write_rows
+from common.states.folder import all_finite, open_hidden
+from common.states.journal import checksums, digest
 from tests.conftest import extract_args, files_of, last_line, must, script
 
 
@@ -164,7 +164,7 @@ def not_finite(path):
 )
 def test_verify_finds_what_is_wrong(tiny_stages, tmp_path, spoil, journal, text):
     """`journal`: journal and report are made to agree, so that the check behind it speaks."""
-    from common.hidden_files import file_checksum
+    from common.states.files import file_checksum
 
     out = tmp_path / "hidden"
     shutil.copytree(tiny_stages["hidden"], out)

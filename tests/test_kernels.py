@@ -32,7 +32,7 @@ def plain(q, base, lse, k0, v0, k1, v1):
 
 def check_diagonals(h: int, g: int, d: int) -> None:
     """Output and all gradients; 11 columns do not fill the last program."""
-    from common.diagonals import merge_diagonals
+    from common.draft.attention_kernel import merge_diagonals
 
     torch.manual_seed(0)
     N = 11
@@ -56,7 +56,7 @@ def check_diagonals(h: int, g: int, d: int) -> None:
 
 def check_casts() -> None:
     """To float16, for the interpreter does not round to float8 as a GPU does."""
-    from common.float8 import amax_of, cast
+    from common.draft.float8 import amax_of, cast
 
     torch.manual_seed(0)
     x = torch.randn(200, 150) ** 3

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.loss_table import loss_table, needed_columns
+from common.draft.loss_table import loss_table, needed_columns
 
 masks = st.lists(st.lists(st.booleans(), min_size=1, max_size=12), min_size=1, max_size=4)
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from common.artifacts import REPORT
-from common.hidden_folder import shard_folder
+from common.states.folder import shard_folder
 from tests.conftest import (
     ROOT,
     extract_args,

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.packing import is_heldout, pack_rows
-from common.plan import MAX_SAMPLES_A_PASS, plan_units
+from common.extraction.batching import MAX_SAMPLES_A_PASS, plan_units
+from common.training.packing import is_heldout, pack_rows
 
 lengths = st.dictionaries(st.integers(0, 5000), st.integers(1, 64), min_size=1, max_size=300)
 

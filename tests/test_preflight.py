@@ -8,8 +8,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from common.cli import UserError
-from common.preflight import Gpu, Memory, check_gpus, check_host, cpu_vllm
-from common.verifier import (
+from common.extraction.preflight import Gpu, Memory, check_gpus, check_host, cpu_vllm
+from common.verifier.config import (
     fingerprint,
     load_verifier,
     safetensors_header,

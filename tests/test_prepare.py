@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from common.cli import UserError
-from common.conversations import FORMS, RowError, form_of, messages_of, tools_of
-from common.rows import parse_sources, read_rows
-from common.samples import read_samples
+from common.data.conversations import FORMS, RowError, form_of, messages_of, tools_of
+from common.data.samples import read_samples
+from common.data.sources import parse_sources, read_rows
 from tests.conftest import ROOT, last_line, must, script, write_jsonl
 
 SHARED = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello!"}]

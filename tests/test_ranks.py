@@ -144,7 +144,7 @@ def test_a_killed_rank_ends_the_run_clearly(tiny_stages, alone, tmp_path, more):
     result = ended(run, 60 if on_gpus else 30)
     assert result.returncode != 0
     assert ("still waits for another one" if on_gpus else "has lost another rank") in result.stderr
-    assert "common/training.py" not in result.stderr  # no traceback of ours
+    assert "common/training/trainer.py" not in result.stderr  # no traceback of ours
     again = must(script("04_train.py", *args))
     assert "continuing after step" in again.stdout
     if not on_gpus:
@@ -158,7 +158,7 @@ def test_gradients_that_are_done_in_another_order_are_summed_with_their_own(tmp_
 import sys
 sys.path.insert(0, {str(ROOT)!r})
 import torch
-from common.ranks import GradientSum, start_ranks
+from common.training.ranks import GradientSum, start_ranks
 ranks = start_ranks("cpu")
 parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(3)]
 for n, p in enumerate(parameters[ranks.rank:], ranks.rank):

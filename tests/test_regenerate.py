@@ -13,8 +13,8 @@ import urllib.request
 
 import pytest
 
-from common.asking import Answer, Conversation, Done, joined, line_of, split_reasoning
-from common.samples import read_samples
+from common.data.samples import read_samples
+from common.regeneration.turns import Answer, Conversation, Done, joined, line_of, split_reasoning
 from tests.conftest import (
     ROOT,
     check_ids,

@@ -8,14 +8,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from common import engine, served_states, serving
 from common.cli import UserError
-from common.draft_shape import DraftShape
-from common.eagle3 import Eagle3Draft, initialize
-from common.export import export_draft, serving_layer_ids
-from common.hidden_files import hidden_file, read_hidden
-from common.hidden_folder import open_hidden
-from common.verifier import load_verifier, read_tensors
+from common.draft.config import DraftShape
+from common.draft.export import export_draft, serving_layer_ids
+from common.draft.model import Eagle3Draft, initialize
+from common.serving import parity
+from common.serving.generation import check_draft
+from common.states.files import hidden_file, read_hidden
+from common.states.folder import open_hidden
+from common.verifier import engine
+from common.verifier.config import load_verifier, read_tensors
 from tests.conftest import must, script, write_jsonl
 
 
@@ -65,7 +67,7 @@ def changed(folder, **keys):
 def compared(served, folder, trained=None) -> dict:
     """The evaluation's comparison of vLLM with 03's rows and with the code that trained the draft
     (of `trained`, by default the same folder)."""
-    serving.check_draft(folder, served["model"])
+    check_draft(folder, served["model"])
     args = engine.default_engine_args(served["model"], 1) | {
         "dtype": "float32",
         "max_model_len": 512,
@@ -82,7 +84,7 @@ def compared(served, folder, trained=None) -> dict:
     hidden_TLH, ids_T = read_hidden(hidden_file(served["folder"] / "hidden", 0))
     assert ids_T.tolist() == served["ids"]
     try:
-        return served_states.check_served(
+        return parity.check_served(
             llm, served["ids"], hidden_TLH[:, :-1], trained or folder, served["model"]
         )
     finally:
@@ -129,12 +131,12 @@ def test_a_draft_of_other_layers_is_refused_before_anything_loads(served, tmp_pa
     draft = export(served, tmp_path / "d")
     changed(draft, eagle_aux_hidden_state_layer_ids=[2, 15, 27])
     with pytest.raises(UserError, match=r"asks for ids \[2, 15, 27\]"):
-        served_states.stored_sample(served["folder"] / "hidden", draft, served["model"], 512)
+        parity.stored_sample(served["folder"] / "hidden", draft, served["model"], 512)
 
 
 def test_the_shortest_sample_is_compared(served, tmp_path):
     """A server computes a long prompt in several passes, of which the check sees one."""
-    ids, aux = served_states.stored_sample(
+    ids, aux = parity.stored_sample(
         served["folder"] / "hidden", export(served, tmp_path / "d"), served["model"], 512
     )
     lengths = open_hidden(served["folder"] / "hidden").lengths.values()
@@ -188,7 +190,7 @@ def test_serving_ids_are_ours_plus_one():
 def test_a_draft_without_ids_is_refused(served, tmp_path):
     changed(export(served, tmp_path / "d"), eagle_aux_hidden_state_layer_ids=None)
     with pytest.raises(UserError, match="no eagle_aux_hidden_state_layer_ids"):
-        serving.check_draft(tmp_path / "d", served["model"])
+        check_draft(tmp_path / "d", served["model"])
 
 
 @pytest.mark.parametrize("name", ["d2t", "lm_head.weight"])
@@ -198,7 +200,7 @@ def test_a_draft_that_a_server_would_read_as_zeros_is_refused(served, tmp_path, 
     del tensors[name]
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(UserError, match=f"has no {name} of"):
-        serving.check_draft(folder, served["model"])
+        check_draft(folder, served["model"])
 
 
 def test_exported_names_are_those_vllm_reads(served, tmp_path):

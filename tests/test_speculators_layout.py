@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from common.hidden_files import hidden_file, read_hidden
+from common.states.files import hidden_file, read_hidden
 from tests.conftest import last_line, must, script
 
 

@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from common.artifacts import REPORT
-from common.checkpoint import latest_state
-from common.hidden_files import hidden_file, read_hidden
-from common.hidden_folder import open_hidden
-from common.loading import RowReader
-from common.packing import count_work
-from common.samples import read_samples
-from common.training import schedule
+from common.data.samples import read_samples
+from common.states.files import hidden_file, read_hidden
+from common.states.folder import open_hidden
+from common.training.loader import RowReader
+from common.training.packing import count_work
+from common.training.state import latest_state
+from common.training.trainer import schedule
 from tests.conftest import (
     ROOT,
     extract_args,
@@ -270,7 +270,7 @@ def test_an_overwrite_that_is_killed_early_keeps_the_old_draft(judged, tiny_stag
     before = files_of(out)
     args = train_args(tiny_stages, out, "--overwrite")
     prelude = (
-        "import os, signal, common.train_setup as setup\n"
+        "import os, signal, common.training.setup as setup\n"
         "load = setup.load\n"
         "setup.load = lambda *a: (load(*a), os.kill(os.getpid(), signal.SIGKILL))\n"
     )

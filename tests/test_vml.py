@@ -7,9 +7,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common import vml
-from common.optimizers import make_optimizers
-from common.products import Products
-from common.ttt_step import heldout_counts, step_loss
+from common.draft.linear_products import Products
+from common.training.optimizers import make_optimizers
+from common.training.step import heldout_counts, step_loss
 from tests.conftest import ROOT
 from tests.test_eagle3 import DEPTHS, fresh, pack, sample, shape, teacher
 

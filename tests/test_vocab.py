@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from common import artifacts
 from common.cli import UserError
-from common.vocab import (
+from common.data.vocab_map import (
     build_map,
     choose_tokens,
     coverage_by_size,

@@ -70,22 +70,19 @@ def main() -> None:
     out = Path(args.output_dir)
 
     # ---------------------------------------------------------------- check
-    from common import (
-        chat,
-        engine,
-        hidden_folder,
-        preflight,
-        prompts,
-        rows,
-        served_states,
-        serving,
-        verifier,
-    )
+    from common.data import chat_template, prompts
+    from common.data.sources import parse_sources, read_rows, sources_digest
+    from common.extraction import preflight
+    from common.serving import parity
+    from common.serving.generation import check_draft, generate, warm_up
+    from common.states.folder import open_hidden
+    from common.verifier import engine
+    from common.verifier.config import load_verifier, tokenizer_fingerprint
 
-    model = verifier.load_verifier(args.model_path)
+    model = load_verifier(args.model_path)
     draft = Path(args.draft)
-    serving.check_draft(draft, model)
-    sources = rows.parse_sources(args.prompts, args.max_samples, "--prompts")
+    check_draft(draft, model)
+    sources = parse_sources(args.prompts, args.max_samples, "--prompts")
     local = [f for s in sources for f in s.files]
     states = [args.hidden_states] if args.hidden_states else []
     artifacts.check_apart(out, args.model_path, draft, *local, *states)
@@ -102,26 +99,26 @@ def main() -> None:
         "end_ids": sorted(model.end_ids),
     }
     inputs = {
-        "prompts": rows.digest(sources),
+        "prompts": sources_digest(sources),
         "draft": artifacts.sha256_file(draft / "model.safetensors"),
         "draft_config": artifacts.sha256_file(draft / "config.json"),
-        "tokenizer": verifier.tokenizer_fingerprint(args.model_path),
+        "tokenizer": tokenizer_fingerprint(args.model_path),
     }
     weights = preflight.check_weights(model)
     inputs |= preflight.identities(model, weights, out, args.dry_run)
     stored = None
     if args.hidden_states:
         folder = Path(args.hidden_states)
-        inputs["extract"] = hidden_folder.open_hidden(folder).content_sha256
-        stored = served_states.stored_sample(folder, draft, model, args.max_seq_len)
+        inputs["extract"] = open_hidden(folder).content_sha256
+        stored = parity.stored_sample(folder, draft, model, args.max_seq_len)
     state = artifacts.earlier_run(out, STAGE, settings, inputs, args.overwrite)
     if state == "complete":
         progress.log((out / "table.txt").read_text(encoding="utf-8").rstrip())
         progress.log(f"evaluate: {out} is complete (--overwrite makes it again)")
         return
-    found = list(rows.read_rows(sources, args.max_samples))
+    found = list(read_rows(sources, args.max_samples))
     parts = args.model_path, args.trust_remote_code, model.end_ids, args.template_args
-    template = functools.cache(functools.partial(chat.load_template, *parts))
+    template = functools.cache(functools.partial(chat_template.load_template, *parts))
     longest = model.longest_sample(args.max_seq_len) - args.max_new_tokens
     asked, _ = prompts.load_prompts(found, template, model.vocab_size, longest)
     if args.dry_run:
@@ -154,9 +151,9 @@ def main() -> None:
         return
     drafted, counters, checked = read_half(half)
     with engine.generating(args, model, STAGE) as llm:
-        serving.warm_up(llm, asked[: args.batch_size])
+        warm_up(llm, asked[: args.batch_size])
         limits = model.end_ids, args.max_new_tokens, args.batch_size
-        plain = serving.generate(llm, asked, *limits, "verifier alone")
+        plain = generate(llm, asked, *limits, "verifier alone")
 
     # ---------------------------------------------------------------- report
     result = summary(plain, drafted, counters, args.num_speculative_tokens, args.seed)
@@ -201,7 +198,9 @@ def run_only_draft() -> None:
 
 def run_with_draft(args, model, asked, stored) -> tuple:
     """(Run with the draft, its counters, the check of its states, where there are some)."""
-    from common import engine, served_states, serving
+    from common.serving import parity
+    from common.serving.generation import generate, spec_counters, warm_up
+    from common.verifier import engine
 
     draft = Path(args.draft)
     speculative = {
@@ -213,12 +212,12 @@ def run_with_draft(args, model, asked, stored) -> tuple:
         checked = {}
         if stored is not None:
             ids, aux_TAH = stored
-            checked = served_states.check_served(llm, ids, aux_TAH, draft, model)
-        serving.warm_up(llm, asked[: args.batch_size])
-        before = serving.spec_counters(llm)
+            checked = parity.check_served(llm, ids, aux_TAH, draft, model)
+        warm_up(llm, asked[: args.batch_size])
+        before = spec_counters(llm)
         limits = model.end_ids, args.max_new_tokens, args.batch_size
-        drafted = serving.generate(llm, asked, *limits, "with draft")
-        counters = {k: v - before.get(k, 0) for k, v in serving.spec_counters(llm).items()}
+        drafted = generate(llm, asked, *limits, "with draft")
+        counters = {k: v - before.get(k, 0) for k, v in spec_counters(llm).items()}
     if not counters["drafts"]:
         raise cli.UserError("vLLM made no drafts: is the draft served by this vLLM at all?")
     return drafted, counters, checked
@@ -226,11 +225,11 @@ def run_with_draft(args, model, asked, stored) -> tuple:
 
 def read_half(path: Path) -> tuple:
     """(Run with the draft, its counters, the check of its states) of an earlier run."""
-    from common import serving
+    from common.serving.generation import Answer, Run
 
     found = artifacts.read_json(path)
-    answers = {k: serving.Answer(**v) for k, v in found["answers"].items()}
-    run = serving.Run(answers, found["tokens"], found["seconds"])
+    answers = {k: Answer(**v) for k, v in found["answers"].items()}
+    run = Run(answers, found["tokens"], found["seconds"])
     return run, found["counters"], found["checked"]
 
 

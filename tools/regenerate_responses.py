@@ -93,11 +93,15 @@ def main() -> None:
     out = Path(args.output_dir)
 
     # ---------------------------------------------------------------- check
-    from common import asking, chat, preflight, prompts, rows, verifier
-    from common.conversations import CUT
+    from common.data import chat_template, prompts
+    from common.data.conversations import CUT
+    from common.data.sources import parse_sources, read_rows, sources_digest
+    from common.extraction import preflight
+    from common.regeneration import turns
+    from common.verifier.config import fingerprint, load_verifier, tokenizer_fingerprint
 
-    model = verifier.load_verifier(args.model_path)
-    sources = rows.parse_sources(args.prompts, args.max_samples, "--prompts")
+    model = load_verifier(args.model_path)
+    sources = parse_sources(args.prompts, args.max_samples, "--prompts")
     artifacts.check_apart(out, args.model_path, *(f for s in sources for f in s.files))
     settings = {
         "max_new_tokens": args.max_new_tokens,
@@ -119,11 +123,11 @@ def main() -> None:
     if args.answers_per_prompt > 1 and args.temperature == 0:
         raise cli.UserError("--answers-per-prompt over 1 needs --temperature over 0")
     inputs = {
-        "prompts": rows.digest(sources),
-        "tokenizer": verifier.tokenizer_fingerprint(args.model_path),
+        "prompts": sources_digest(sources),
+        "tokenizer": tokenizer_fingerprint(args.model_path),
     }
     if args.endpoint:
-        inputs["verifier"] = verifier.fingerprint(model)
+        inputs["verifier"] = fingerprint(model)
     else:
         weights = preflight.check_weights(model)
         inputs |= preflight.identities(model, weights, out, args.dry_run)
@@ -131,14 +135,14 @@ def main() -> None:
     if state == "complete":
         progress.log(f"regenerate: {out} is complete (--overwrite makes it again)")
         return
-    found = list(rows.read_rows(sources, args.max_samples))
+    found = list(read_rows(sources, args.max_samples))
     parts = args.model_path, args.trust_remote_code, model.end_ids, args.template_args
-    template = functools.cache(functools.partial(chat.load_template, *parts))
+    template = functools.cache(functools.partial(chat_template.load_template, *parts))
     longest = model.longest_sample(args.max_seq_len) - args.max_new_tokens
     usable, skipped = prompts.load_prompts(
         found, template, model.vocab_size, longest, args.skip_bad_rows, args.all_turns
     )
-    asked = asking.conversations(usable, args.answers_per_prompt)
+    asked = turns.conversations(usable, args.answers_per_prompt)
     if args.dry_run:
         progress.log(
             f"regenerate: dry run, {len(usable)} prompts ({skipped} skipped) x"
@@ -151,7 +155,7 @@ def main() -> None:
 
     # ---------------------------------------------------------------- ask
     answers = out / "responses.jsonl"
-    done = {} if args.overwrite else asking.read_answers(answers, args.all_turns)
+    done = {} if args.overwrite else turns.read_answers(answers, args.all_turns)
     before = len(done)
 
     def begin() -> None:
@@ -167,7 +171,7 @@ def main() -> None:
         with backend(args, model, template, longest) as server:
             ask(args, server, unfinished, sum(map(len, names)), done, ended, answers, begin)
     if args.all_turns:
-        asking.join_turns(answers, names)
+        turns.join_turns(answers, names)
 
     # ---------------------------------------------------------------- report
     seconds = time.monotonic() - started
@@ -205,7 +209,7 @@ def resumed(asked, done) -> bool:
 def ask(args, server, conversations, turns: int, done, ended, path: Path, begin) -> None:
     """Have every conversation answered to its end, adding each answer to `done` and the file,
     and to `ended` why one could not go on; calls `begin` before the first."""
-    from common import asking
+    from common.regeneration.turns import Done, Refusal, line_of, turn_summary
 
     at_once = args.concurrency if args.endpoint else args.batch_size
     bar = progress.Progress("regenerate", turns, "answers", len(done), at_once)
@@ -222,7 +226,7 @@ def ask(args, server, conversations, turns: int, done, ended, path: Path, begin)
                 server.put(one, seed)
             for answer in server.answers():
                 one = asked.pop(answer.key)
-                if isinstance(answer, asking.Refusal):
+                if isinstance(answer, Refusal):
                     ended[answer.reason] += 1
                     refused += 1
                     if refused <= TOLD:
@@ -236,12 +240,12 @@ def ask(args, server, conversations, turns: int, done, ended, path: Path, begin)
                 if f is None:
                     begin()
                     f = stack.enter_context(open(path, "a", encoding="utf-8"))
-                line = asking.line_of(one, answer)
+                line = line_of(one, answer)
                 f.write(json.dumps(line) + "\n")
                 f.flush()
                 messages = line.get("messages", []) if one.later else []
-                _, tokens, reason = asking.turn_summary(line)
-                done[answer.key] = asking.Done(messages, tokens, reason, line.get("final", ""))
+                _, tokens, reason = turn_summary(line)
+                done[answer.key] = Done(messages, tokens, reason, line.get("final", ""))
                 ended.update([line["final"]] if "final" in line else [])
                 bar.add(1)
                 if one.take(done[answer.key]):
@@ -258,7 +262,7 @@ def backend(args, model, template, longest: int) -> Any:
     """vLLM in this process, or a server; a context manager."""
     if not args.endpoint:
         return own_engine(args, model, template, longest)
-    from common.endpoint import Endpoint
+    from common.regeneration.endpoint import Endpoint
 
     body: dict[str, Any] = {
         "max_tokens": args.max_new_tokens,
@@ -281,7 +285,7 @@ def backend(args, model, template, longest: int) -> Any:
 @contextlib.contextmanager
 def own_engine(args, model, template, longest: int) -> Iterator["Engine"]:
     """vLLM in this process, ended with the context."""
-    from common import engine
+    from common.verifier import engine
 
     with engine.generating(args, model, "regenerate") as llm:
         yield Engine(llm, args, model, template, longest)
@@ -305,8 +309,8 @@ class Engine:
         """Ask a conversation's turn, or note why it cannot be asked."""
         from vllm import SamplingParams
 
-        from common.asking import Refusal
-        from common.conversations import RowError
+        from common.data.conversations import RowError
+        from common.regeneration.turns import Refusal
 
         ids = asked.input_ids
         if asked.turn:
@@ -332,7 +336,7 @@ class Engine:
 
     def answers(self) -> list:
         """Run a step; what it has finished, and what was refused since the last."""
-        from common.asking import Answer, split_reasoning
+        from common.regeneration.turns import Answer, split_reasoning
 
         found, self._refused = self._refused, []
         for output in self.engine.step() if self._asked else []:

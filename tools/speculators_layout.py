@@ -32,16 +32,20 @@ def main() -> None:
     out = Path(args.output_dir)
 
     # ---------------------------------------------------------------- check
-    from common import hidden_files, hidden_folder, samples, train_inputs, vocab
+    from common.data import samples
+    from common.data.vocab_map import load_map
+    from common.states.files import FP8
+    from common.states.folder import open_hidden
+    from common.training.inputs import check_prepared
 
     prepared, vocab_map = samples.prepared_folder(args.prepared_data), Path(args.vocab_map)
-    hidden = hidden_folder.open_hidden(Path(args.hidden_states))
+    hidden = open_hidden(Path(args.hidden_states))
     vocab_report = artifacts.read_report(vocab_map, "vocab")
     size = vocab_report["settings"]["draft_vocab_size"]
-    vocab.load_map(vocab_map, vocab_report["settings"]["target_vocab_size"])
+    load_map(vocab_map, vocab_report["settings"]["target_vocab_size"])
     identity = samples.prepared_identity(prepared)
-    train_inputs.check_prepared(identity, prepared, vocab_map, vocab_report, hidden)
-    if hidden.shape[2] == hidden_files.FP8:
+    check_prepared(identity, prepared, vocab_map, vocab_report, hidden)
+    if hidden.shape[2] == FP8:
         raise cli.UserError(
             f"{hidden.path}: holds float8 states, which speculators does not read; run 03 with"
             " --storage-dtype bf16"

@@ -1,0 +1,167 @@
+"""tokenized_data.jsonl: the samples that 01 writes and 02, 03 and 04 read.
+
+A line a sample: {"id": str, "input_ids": [int...], "loss_mask": [0|1...]}, equal lengths.
+"""
+
+from collections.abc import Container, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from common.artifacts import REPORT, decode_json, must_match, read_report, sha256_file
+from common.cli import UserError
+
+if TYPE_CHECKING:
+    from common.verifier.config import Verifier
+
+FILE = "tokenized_data.jsonl"
+# Between a conversation's id and the number of one of its several samples or answers.
+SEPARATOR = "##"
+
+
+def conversation_id(name: object) -> str:
+    """The id that a data set gives a conversation, without what would separate it."""
+    return str(name).replace(SEPARATOR, "#")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One tokenized conversation; `index` is its line, from 0, and its name in later stages."""
+
+    index: int
+    id: str
+    input_ids: np.ndarray  # int32 [T]
+    loss_mask: np.ndarray  # bool [T]
+
+    @property
+    def conversation(self) -> str:
+        """Id of the conversation it comes from (samples of one conversation share it)."""
+        return self.id.split(SEPARATOR, 1)[0]
+
+
+def prepared_folder(path: str) -> Path:
+    """Accept the folder or the file in it (`--prepared-data`, `--data-path`)."""
+    p = Path(path)
+    folder = p.parent if p.name == FILE else p
+    if folder.is_file():
+        raise UserError(f"--prepared-data {path}: expected a folder or a file named {FILE}")
+    if not folder.is_dir():
+        raise UserError(f"--prepared-data {path}: no such folder; run 01_prepare_data.py first")
+    return folder
+
+
+def check_sample(row: Any, where: str, vocab_size: int | None) -> tuple[np.ndarray, np.ndarray]:
+    """Return (input_ids int32 [T], loss_mask bool [T]) of a tokenized row.
+
+    UserError naming what is wrong with it.
+    """
+    ids, mask = (row.get("input_ids"), row.get("loss_mask")) if isinstance(row, dict) else (0, 0)
+    if not isinstance(ids, list) or not isinstance(mask, list):
+        raise UserError(f"{where}: needs the lists input_ids and loss_mask")
+    if not ids:
+        raise UserError(f"{where}: input_ids is empty")
+    if len(ids) != len(mask):
+        raise UserError(
+            f"{where}: {len(ids)} input_ids and {len(mask)} loss_mask values; they must be equal"
+        )
+    mask_T = whole_numbers(mask, f"{where}: loss_mask")
+    if not np.isin(mask_T, (0, 1)).all():
+        raise UserError(f"{where}: loss_mask holds values other than 0 and 1")
+    ids_T = whole_numbers(ids, f"{where}: input_ids")
+    if ids_T.dtype.kind == "b":
+        raise UserError(f"{where}: input_ids holds true and false instead of ids")
+    low, high = int(ids_T.min()), int(ids_T.max())
+    if low < 0 or high >= (vocab_size or 2**31):
+        raise UserError(
+            f"{where}: id {low if low < 0 else high} is outside the verifier's vocabulary of"
+            f" {vocab_size}; was it tokenized for another model?"
+        )
+    return ids_T.astype(np.int32), mask_T.astype(bool)
+
+
+def whole_numbers(values: list, where: str) -> np.ndarray:
+    """The list as an array of whole numbers; UserError for anything else in it."""
+    try:
+        array = np.array(values)
+    except ValueError:  # lists of unequal lengths inside
+        array = np.array(None)
+    if array.ndim != 1 or array.dtype.kind not in "iub":
+        raise UserError(f"{where} holds values that are not whole numbers; mend the row")
+    return array
+
+
+def read_samples(
+    folder: Path,
+    max_samples: int | None = None,
+    vocab_size: int | None = None,
+    only: Container[int] | None = None,
+) -> Iterator[Sample]:
+    """Yield the samples of a prepared folder, or those of the indices `only`; UserError naming
+    file and line."""
+    path = folder / FILE
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; run 01_prepare_data.py first")
+    number = 0
+    with open(path, "rb") as f:
+        blank = 0
+        for number, line in enumerate(f, 1):
+            index = number - 1
+            if max_samples is not None and index >= max_samples:
+                return
+            if not line.strip():
+                blank = blank or number  # harmless after the last sample
+                continue
+            if blank:
+                raise UserError(f"{path}:{blank}: a blank line among the samples; remove it")
+            if only is not None and index not in only:
+                continue
+            where = f"{path}:{number}"
+            try:
+                row = decode_json(line)
+            except ValueError as e:  # JSON or UTF-8
+                raise UserError(f"{where}: not JSON ({e}); make the file again with 01") from None
+            ids, mask = check_sample(row, where, vocab_size)
+            name = row.get("id")
+            yield Sample(index, str(index if name is None else name), ids, mask)
+    if number == 0:
+        raise UserError(f"{path}: holds no samples")
+
+
+def check_tokenizer(folder: Path, model: "Verifier") -> None:
+    """UserError unless 01 prepared the data with this verifier's tokenizer (data brought by hand
+    do not tell)."""
+    from common.verifier.config import tokenizer_fingerprint
+
+    if not (folder / REPORT).exists():
+        return
+    report = read_report(folder, "prepare")
+    must_match(
+        "tokenizer",
+        folder,
+        report["inputs"].get("tokenizer"),
+        Path(model.path),
+        tokenizer_fingerprint(model.path),
+        "pass the --model-path that 01 was run with, or run 01 with this one",
+    )
+
+
+def prepared_identity(folder: Path) -> str:
+    """content_sha256 of the prepared data.
+
+    The report's when 01 wrote it and the file is still the one it describes; a file brought
+    by hand, without a report, is known by its own hash.
+    """
+    digest = sha256_file(folder / FILE) if (folder / FILE).is_file() else None
+    if digest is None:
+        raise UserError(f"{folder / FILE}: no such file; run 01_prepare_data.py first")
+    if not (folder / REPORT).exists():
+        return digest
+    report = read_report(folder, "prepare")
+    if report["counts"].get("file_sha256") != digest:
+        raise UserError(
+            f"{folder / FILE}: was changed after 01 wrote it (its hash is not the one in {REPORT});"
+            " run 01 again, or remove the report to use the file as it is"
+        )
+    return report["content_sha256"]

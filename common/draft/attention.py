@@ -1,0 +1,155 @@
+"""Attention of training-time test: causal over depth-0 keys, plus a column's own deeper keys.
+
+Column t at depth j sees the depth-0 keys s <= t of its sample and its own keys of depths
+1..j; no other column's deeper keys (EAGLE-3's mask: a base block and diagonals):
+
+    depth-0 keys   depth-1   depth-2
+    1 0 0          1 0 0     1 0 0
+    1 1 0          0 1 0     0 1 0
+    1 1 1          0 0 1     0 0 1
+
+The base block is ordinary attention; each diagonal adds one score a column, and the two
+merge by their log-sum-exps.
+
+Shape suffixes: T tokens of a row, N columns, h heads, g key/value heads, d head size, c = d/2; of
+one sample: n columns, s tokens.
+"""
+
+import functools
+from typing import Any
+
+import torch
+
+from common.draft.compiled import region
+from common.draft.packed_row import FILL, PackedRow
+
+
+def rope_table(positions_N: torch.Tensor, d: int, theta: float) -> torch.Tensor:
+    """Cosines and sines of the positions' rotary angles, float32 [N, 2, d / 2]."""
+    exponent = torch.arange(d // 2, dtype=torch.float32, device=positions_N.device) / (d // 2)
+    angle_Nc = positions_N.float()[:, None] * theta**-exponent
+    return torch.stack([angle_Nc.cos(), angle_Nc.sin()], 1)
+
+
+@region
+def rotate(x_Nhd: torch.Tensor, rope_N2d: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding, halves convention (Llama), computed in float32; see rope_table. The shape
+    [N, h or g, d] stays."""
+    half = x_Nhd.shape[-1] // 2
+    cos, sin = rope_N2d[:, None, 0], rope_N2d[:, None, 1]
+    a, b = x_Nhd[..., :half].float(), x_Nhd[..., half:].float()
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x_Nhd.dtype)
+
+
+class TTTAttention:
+    """Attention of one row's columns, at one depth after another.
+
+    On a GPU by flex attention, whose block mask is made once a row; on a CPU, where flex
+    attention has no gradient, sample by sample.
+
+    Args:
+        k_Tgd, v_Tgd: rotated depth-0 keys and the values of all tokens.
+    """
+
+    def __init__(self, row: PackedRow, k_Tgd: torch.Tensor, v_Tgd: torch.Tensor):
+        self.row, self.k_Tgd, self.v_Tgd = row, k_Tgd, v_Tgd
+        self.own: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.mask = block_mask(row) if k_Tgd.is_cuda else None
+
+    def add_own(self, k_Ngd: torch.Tensor, v_Ngd: torch.Tensor) -> None:
+        """The columns' keys and values of the next depth."""
+        self.own.append((k_Ngd, v_Ngd))
+
+    def __call__(self, q_Nhd: torch.Tensor) -> torch.Tensor:
+        """Rotated queries → mixed values, [N, h, d], in the queries' dtype."""
+        if self.mask is None:
+            return attend_by_sample(q_Nhd, self.k_Tgd, self.v_Tgd, self.own, self.row)
+        from torch.nn.attention.flex_attention import AuxRequest
+
+        q_1hNd, k_1gTd, v_1gTd = (x.transpose(0, 1)[None] for x in (q_Nhd, self.k_Tgd, self.v_Tgd))
+        for tensor, sizes in (q_1hNd, [0, 1, 3]), (k_1gTd, [0, 1, 2, 3]), (v_1gTd, [0, 1, 2, 3]):
+            torch._dynamo.mark_static(tensor, sizes)
+        out_1hNd, aux = flex()(
+            q_1hNd,
+            k_1gTd,
+            v_1gTd,
+            block_mask=self.mask,
+            enable_gqa=q_Nhd.shape[1] != self.k_Tgd.shape[1],
+            return_aux=AuxRequest(lse=True),
+        )
+        out_Nhd, lse_Nh = out_1hNd[0].transpose(0, 1), aux.lse[0].T
+        if not self.own:
+            return out_Nhd
+        from common.draft.attention_kernel import merge_diagonals
+
+        keys, values = zip(*self.own, strict=True)
+        return merge_diagonals(q_Nhd, out_Nhd, lse_Nh, list(keys), list(values))
+
+
+# ---------------------------------------------------------------- on a GPU
+
+
+@functools.cache
+def flex() -> Any:
+    """flex_attention, compiled; the uncompiled one holds every score in memory."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    # Rows differ in their columns: a variable from the first one on; see mark_static above.
+    return torch.compile(flex_attention, fullgraph=True, dynamic=True)
+
+
+def block_mask(row: PackedRow) -> Any:
+    """Flex attention's mask: tokens up to the column, of its sample."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    columns_N, sample_T = row.columns_N, row.sample_T
+    sample_N = sample_T[columns_N]
+
+    def seen(_batch: Any, _head: Any, n: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        return (sample_N[n] == sample_T[t]) & (t <= columns_N[n])
+
+    sizes = len(columns_N), len(sample_T)
+    return BlockMask(sizes, *row.blocks, (FILL, FILL), seen)  # type: ignore[arg-type, call-arg]
+
+
+# ---------------------------------------------------------------- on a CPU
+
+
+def attend_by_sample(
+    q_Nhd: torch.Tensor,
+    k_Tgd: torch.Tensor,
+    v_Tgd: torch.Tensor,
+    own: list[tuple[torch.Tensor, torch.Tensor]],
+    row: PackedRow,
+) -> torch.Tensor:
+    """One depth's attention output [N, h, d] by plain products and a softmax, a sample at a time;
+    `own` holds the columns' keys and values [N, g, d] of the depths from 1 on."""
+    times, scale = q_Nhd.shape[1] // k_Tgd.shape[1], q_Nhd.shape[-1] ** -0.5
+
+    def heads(x: torch.Tensor) -> torch.Tensor:
+        """[., g, d] → float32 [., h, d]. oneDNN compiles a kernel for every new shape of a
+        bfloat16 product, which costs more than these small products; float32 needs none."""
+        return x.float().repeat_interleave(times, 1) if times > 1 else x.float()
+
+    # split, not slices: its gradient is one concatenation
+    k_samples, v_samples = heads(k_Tgd).split(row.lengths), heads(v_Tgd).split(row.lengths)
+    own_samples = [(heads(k).split(row.counts), heads(v).split(row.counts)) for k, v in own]
+    places_N = row.positions_T[row.columns_N]
+    parts = []
+    for n, (q_nhd, place_n) in enumerate(
+        zip(q_Nhd.float().split(row.counts), places_N.split(row.counts), strict=True)
+    ):
+        if len(q_nhd) == 0:
+            continue
+        length = row.lengths[n]
+        k_hsd, v_hsd = k_samples[n].transpose(0, 1), v_samples[n].transpose(0, 1)
+        score_hns = q_nhd.transpose(0, 1) @ k_hsd.transpose(1, 2)
+        later_ns = torch.arange(length, device=q_nhd.device) > place_n[:, None]
+        score_hns = score_hns.masked_fill(later_ns, float("-inf"))
+        diagonals = [(q_nhd * k[n]).sum(-1).T[..., None] for k, _ in own_samples]
+        p_hns = torch.softmax(torch.cat([score_hns, *diagonals], -1) * scale, -1)
+        out_hnd = p_hns[..., :length] @ v_hsd
+        for j, (_, v) in enumerate(own_samples):
+            out_hnd = out_hnd + p_hns[..., length + j, None] * v[n].transpose(0, 1)
+        parts.append(out_hnd.transpose(0, 1))
+    return torch.cat(parts).to(q_Nhd.dtype)

@@ -1,0 +1,180 @@
+"""Rows of forward passes on the host, and the threads that write them to files.
+
+A ring of host buffers holds the rows of finished passes (pinned memory beside a GPU).
+Writers run beside the following passes; the ring bounds how far they may fall behind, and
+with it the memory: `RING` buffers of max_tokens x layers x hidden.
+"""
+
+import os
+import queue
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from common.cli import one_line
+from common.extraction.batching import RING
+from common.states.files import FP8, file_header, hidden_file, write_parts
+
+# One thread hashes and writes 1 to 2 GB/s; Kimi-K2.5's states come at several.
+WRITERS = max(2, min(12, (os.cpu_count() or 4) // 2))
+
+
+class CaptureError(RuntimeError):
+    """The captured rows are not what was submitted, or the layers could not be found."""
+
+
+@dataclass
+class Rows:
+    """Room for the rows of one forward pass of up to N tokens, on one device."""
+
+    states_NLH: torch.Tensor
+    scale_NL: torch.Tensor  # float32, of float8 states
+    finite_NL: torch.Tensor  # bool
+    ids_N: torch.Tensor  # int64
+    positions_N: torch.Tensor  # int64
+
+    @classmethod
+    def empty(cls, shape: tuple[int, int, int], dtype: str, device: torch.device, pin: bool):
+        """Room for `shape` (tokens, layers, hidden) states."""
+
+        def room(size: tuple[int, ...], kind: torch.dtype) -> torch.Tensor:
+            return torch.empty(size, dtype=kind, device=device, pin_memory=pin)
+
+        n, layers, _ = shape
+        return cls(
+            room(shape, getattr(torch, dtype)),
+            room((n, layers), torch.float32),
+            room((n, layers), torch.bool),
+            room((n,), torch.int64),
+            room((n,), torch.int64),
+        )
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.states_NLH, self.scale_NL, self.finite_NL, self.ids_N, self.positions_N
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One forward pass: `tokens` rows in a host buffer, there once `copied` has happened."""
+
+    rows: Rows
+    tokens: int
+    copied: torch.cuda.Event | None
+
+
+class Writer:
+    """Writes the samples of forward passes to files in threads of its own.
+
+    Args:
+        shape: (tokens, layers, hidden) of the largest pass.
+        dtype: of the files; float8_e4m3fn adds scales.
+        pin: page-lock the host buffers, so that a GPU copies into them beside its work.
+    """
+
+    def __init__(self, shape: tuple[int, int, int], dtype: str, pin: bool):
+        self.dtype = dtype
+        self._free: queue.SimpleQueue[Rows] = queue.SimpleQueue()
+        for _ in range(RING):
+            self._free.put(Rows.empty(shape, dtype, torch.device("cpu"), pin))
+        self._units = ThreadPoolExecutor(RING, "unit")
+        self._files = ThreadPoolExecutor(WRITERS, "file")
+        self._running: list[Future[dict]] = []
+
+    def take(self) -> Rows:
+        """A free host buffer; waits while all are being written."""
+        return self._free.get()
+
+    def give_back(self, rows: Rows) -> None:
+        self._free.put(rows)
+
+    def submit(
+        self, unit: int, one: Pass, samples: list[tuple[int, np.ndarray]], folder: Path
+    ) -> None:
+        """Write one pass's samples, (index, token ids [T]) each, beside the next passes."""
+        self._running.append(self._units.submit(self._write_unit, unit, one, samples, folder))
+
+    def finished(self, of_all: bool = False) -> list[dict]:
+        """Results of passes written since the last call; `of_all` waits for those submitted."""
+        done = [f for f in self._running if of_all or f.done()]
+        self._running = [f for f in self._running if f not in done]
+        return [f.result() for f in done]
+
+    def close(self) -> None:
+        self._units.shutdown()
+        self._files.shutdown()
+
+    def _write_unit(
+        self, unit: int, one: Pass, samples: list[tuple[int, np.ndarray]], folder: Path
+    ) -> dict:
+        """See CaptureMethods.capture_submit for the result. Raises nothing: an error is part of
+        the result, so that none of the others is lost with it."""
+        result: dict = {"unit": unit, "checksums": {}, "bad": [], "os_error": None, "error": None}
+        try:
+            if one.copied is not None:
+                one.copied.synchronize()
+            rows, n = one.rows, one.tokens
+            starts = match_rows(rows.ids_N[:n].numpy(), rows.positions_N[:n].numpy(), samples)
+            finite_N = np.asarray(rows.finite_NL[:n].numpy().all(1))
+            files = {}
+            for index, ids_T in samples:
+                span = slice(starts[index], starts[index] + len(ids_T))
+                if finite_N[span].all():
+                    path = hidden_file(folder, index)
+                    files[index] = self._files.submit(write_rows, path, rows, span, ids_T)
+                else:
+                    result["bad"].append(index)
+            wait(files.values())  # before the buffer is given back, whatever became of them
+            for index, file in files.items():
+                result["checksums"][index] = file.result()
+        except OSError as e:
+            result["os_error"] = (e.errno, e.strerror, str(e.filename or folder))
+        except Exception as e:  # raised again by common/extraction/outcomes.py
+            result["error"] = one_line(e)
+        finally:
+            self.give_back(one.rows)
+        return result
+
+
+def write_rows(path: Path, rows: Rows, span: slice, ids_T: np.ndarray) -> str:
+    """Write one sample's rows; returns the file's checksum."""
+    states_TLH = rows.states_NLH[span]
+    tokens, layers, hidden = states_TLH.shape
+    dtype = str(states_TLH.dtype).removeprefix("torch.")
+    parts = [
+        memoryview(file_header(tokens, layers, hidden, dtype)),
+        ids_T.astype("<i8").data,
+    ]
+    if dtype == FP8:
+        parts.append(rows.scale_NL[span].numpy().data)
+    parts.append(states_TLH.view(torch.uint8).numpy().data)
+    return write_parts(path, parts)
+
+
+def match_rows(
+    ids_N: np.ndarray, positions_N: np.ndarray, samples: list[tuple[int, np.ndarray]]
+) -> dict[int, int]:
+    """Find each sample's first row in a forward pass: index → row.
+
+    A sample runs whole (the token budget is at least its length), so a run of rows at
+    positions 0, 1, 2... whose ids are the sample's is the sample, in whatever order a runner
+    lays requests out. Samples with equal ids take equal runs in order.
+    """
+    waiting: dict[bytes, list[int]] = {}
+    for index, ids_T in samples:
+        waiting.setdefault(ids_T.astype(np.int64).tobytes(), []).append(index)
+    found: dict[int, int] = {}
+    starts = np.flatnonzero(positions_N == 0).tolist()
+    for start, end in zip(starts, [*starts[1:], len(ids_N)], strict=True):
+        indices = waiting.get(ids_N[start:end].astype(np.int64).tobytes())
+        if indices:
+            found[indices.pop(0)] = start
+    missing = [i for i, _ in samples if i not in found]
+    if missing:
+        raise CaptureError(
+            f"sample {missing[0]} (and {len(missing) - 1} more of {len(samples)}) was not among the"
+            f" {len(ids_N)} rows of its forward pass; was it cut into chunks?"
+        )
+    return found

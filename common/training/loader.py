@@ -1,0 +1,182 @@
+"""Reading packed rows from 03's files, ahead of the step that trains on them.
+
+Files are read straight into the row's place in a host buffer, by several threads at once; a
+buffer beside a GPU is page-locked and copied on a stream of its own. The memory of a plan is
+bounded: READ_AHEAD rows on the host, and on the GPU those beside the one in use and the one
+before. The held-out measure has a plan of its own, while the training's waits.
+"""
+
+import functools
+import os
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+
+import torch
+
+from common.cli import UserError
+from common.data.samples import Sample
+from common.draft.packed_row import FILL, PackedRow, make_row
+from common.states.files import read_hidden
+from common.states.folder import HiddenFolder
+from common.verifier.config import safetensors_header
+
+READ_AHEAD = 2
+THREADS = max(2, min(8, (os.cpu_count() or 4) // 2))
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Room for one row: states_TLH, scale_TL of float8 states, page-locked beside a GPU."""
+
+    states_TLH: torch.Tensor
+    scale_TL: torch.Tensor | None
+
+
+class RowReader:
+    """Reads rows of samples from a hidden-states folder.
+
+    Args:
+        tokens: of the longest row; every row is filled up to it (and to a multiple of FILL)
+            with zeros that carry no loss.
+    """
+
+    def __init__(
+        self,
+        hidden: HiddenFolder,
+        samples: dict[int, Sample],
+        depths: int,
+        rule: str,
+        tokens: int,
+        pin: bool,
+    ):
+        self.hidden, self.samples, self.depths, self.rule = hidden, samples, depths, rule
+        self.tokens = -(-tokens // FILL) * FILL
+        self.pin = pin
+        self._files = ThreadPoolExecutor(THREADS, "read")
+
+    def buffer(self) -> Buffer:
+        """Room for one row of this reader's length, in the files' dtype."""
+        layers, hidden, dtype = self.hidden.shape
+        shape = (self.tokens, layers, hidden)
+        states = torch.zeros(shape, dtype=getattr(torch, dtype), pin_memory=self.pin)
+        scale = torch.zeros(shape[:2], pin_memory=self.pin) if states.itemsize == 1 else None
+        return Buffer(states, scale)
+
+    def read(self, indices: list[int], into: Buffer | None = None) -> PackedRow:
+        """Read samples into a row on the CPU, whose states lie in the buffer."""
+        buffer = into or self.buffer()
+        ids = [torch.from_numpy(self.samples[i].input_ids).long() for i in indices]
+        masks = [torch.from_numpy(self.samples[i].loss_mask) for i in indices]
+        lengths = [len(x) for x in ids]
+        reads, at = [], 0
+        for index, length in zip(indices, lengths, strict=True):
+            reads.append(self._files.submit(self._read_sample, index, buffer, at, at + length))
+            at += length
+        rest = self.tokens - at
+        if rest < 0:
+            raise ValueError(f"samples of {at} tokens in a row of {self.tokens}")
+        if rest:
+            buffer.states_TLH[at:].zero_()
+            ids.append(torch.zeros(rest, dtype=torch.int64))
+            masks.append(torch.zeros(rest, dtype=torch.bool))
+            lengths.append(rest)
+        row = make_row(
+            buffer.states_TLH,
+            buffer.scale_TL,
+            torch.cat(ids),
+            torch.cat(masks),
+            lengths,
+            self.depths,
+            self.rule,
+        )
+        for one in reads:
+            one.result()
+        return row
+
+    def _read_sample(self, index: int, buffer: Buffer, start: int, end: int) -> None:
+        """Read one sample's file into its place; UserError unless it is the sample's."""
+        path = self.hidden.file(index)
+        header = safetensors_header(path)
+        ids = torch.empty(end - start, dtype=torch.int64)
+        places = {"token_ids": ids, "hidden_states": buffer.states_TLH[start:end]}
+        if buffer.scale_TL is not None:
+            places["hidden_states_scale"] = buffer.scale_TL[start:end]
+        with open(path, "rb", buffering=0) as f:
+            data = 8 + int.from_bytes(f.read(8), "little")
+            for name, tensor in places.items():
+                f.seek(data + header[name]["data_offsets"][0])
+                read_into(f, tensor, path)
+        if not torch.equal(ids, torch.from_numpy(self.samples[index].input_ids).long()):
+            raise UserError(
+                f"{path}: its token_ids are not the sample's; delete it and run 03 again"
+            )
+
+    def check_finite(self, indices: list[int]) -> None:
+        """UserError where a sample's states are not finite."""
+        for index in indices:
+            path = self.hidden.file(index)
+            states_TLH, _ = read_hidden(path)
+            if not torch.isfinite(states_TLH).all():
+                raise UserError(f"{path}: its states are not finite; delete it and run 03 again")
+
+
+def read_into(f: FileIO, tensor: torch.Tensor, path: Path) -> None:
+    """Fill a contiguous tensor from an open file."""
+    left = tensor.view(torch.uint8).numpy().reshape(-1).data
+    while left:
+        count = f.readinto(left)
+        if not count:
+            raise UserError(f"{path}: ends early; delete it and run 03 again")
+        left = left[count:]
+
+
+def rows_ahead(reader: RowReader, plan: list[list[int]], device: str) -> Iterator[PackedRow]:
+    """The planned rows, in order, on the device.
+
+    On a GPU the next READ_AHEAD are read and copied while one trains. On a CPU, where a
+    second thread would fight the step for the cores, each is read when it is asked for, in
+    the place of the one before.
+    """
+    if device == "cpu":
+        buffer = reader.buffer()
+        for indices in plan:
+            yield reader.read(indices, buffer)
+        return
+    buffers = [(reader.buffer(), torch.cuda.Event()) for _ in range(READ_AHEAD)]
+    used = [torch.cuda.Event() for _ in range(READ_AHEAD + 1)]
+
+    def load(n: int) -> PackedRow:
+        buffer, copied = buffers[n % READ_AHEAD]
+        copied.synchronize()
+        if n > READ_AHEAD:  # the step that is launched last may not run far ahead of the GPU
+            used[n % len(used)].synchronize()
+        row = reader.read(plan[n], buffer)
+        with torch.cuda.stream(copying()):
+            row = row.to(device)
+            copied.record()
+        return row
+
+    # the current device is a thread's own
+    pool = ThreadPoolExecutor(1, "row", torch.cuda.set_device, (torch.cuda.current_device(),))
+    with pool:
+        ahead = deque(pool.submit(load, n) for n in range(min(READ_AHEAD, len(plan))))
+        for n in range(len(plan)):
+            row = ahead.popleft().result()
+            here = torch.cuda.current_stream()
+            here.wait_event(buffers[n % READ_AHEAD][1])
+            for tensor in row.tensors():  # their memory is the copying stream's
+                tensor.record_stream(here)
+            if n + READ_AHEAD < len(plan):
+                ahead.append(pool.submit(load, n + READ_AHEAD))
+            yield row
+            used[n % len(used)].record()
+
+
+@functools.cache
+def copying() -> torch.cuda.Stream:
+    """The stream of the copies: one, for the allocator keeps memory apart for each."""
+    return torch.cuda.Stream()

@@ -1,0 +1,242 @@
+"""Starting and ending real vLLM in this process, the same way for every tool.
+
+Runs with vLLM 0.26 (CUDA) and 0.32 (CPU); written for 0.33, which has not been tried.
+`prepare_environment` must run before vllm is imported.
+"""
+
+import argparse
+import contextlib
+import gc
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from common.cli import UserError, again, finish, one_line, report_error
+from common.extraction.batching import MAX_SAMPLES_A_PASS, PASSES_IN_FLIGHT
+from common.progress import duration, heartbeat
+from common.verifier.config import Verifier
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+ROOT = str(Path(__file__).resolve().parent.parent.parent)
+CPU_KV_CACHE_GIB = "2"
+LOAD_TIMEOUT = 7200.0  # seconds; a 1T model takes 22 minutes
+
+
+def prepare_environment(tp_size: int) -> None:
+    """Set what vLLM reads from the environment. But for VLLM_ENABLE_V1_MULTIPROCESSING, on
+    which determinism rests, a variable that the user has set is left alone."""
+    # The engine core stays in this process: one planned unit then runs as one step,
+    # in the same layout every time, and start-up saves a process (at TP=1).
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    # A forked worker can hang once this process has used torch's threads.
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", CPU_KV_CACHE_GIB)
+    if tp_size > 1:
+        # vLLM-CPU asserts on NUMA nodes unless each rank's cores are named.
+        cores = sorted(os.sched_getaffinity(0))
+        share = max(1, len(cores) // tp_size)
+        bound = [cores[r * share : (r + 1) * share] or cores[-1:] for r in range(tp_size)]
+        bind = "|".join(",".join(map(str, rank)) for rank in bound)
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", bind)
+    # Spawned workers import the worker extension by name.
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
+
+
+def default_engine_args(verifier: Verifier, tp_size: int) -> dict[str, Any]:
+    """Arguments of vllm.LLM that every use here shares."""
+    args: dict[str, Any] = {
+        "model": verifier.path,
+        "tensor_parallel_size": tp_size,
+        "enable_prefix_caching": False,  # cached tokens would have no hidden states
+        "seed": 0,
+        "use_tqdm_on_load": sys.stderr.isatty(),
+        "worker_extension_cls": "common.worker.WorkerExtension",
+    }
+    if "text_config" in verifier.config:  # a multimodal wrapper: text only
+        args["language_model_only"] = True
+    if tp_size > 1 or verifier.config.get("model_type") == "kimi_k25":
+        # At any TP the mp executor keeps the core in process; Kimi's class does not load
+        # in vLLM's own process on CPU (a Triton dispatcher scan fails).
+        args["distributed_executor_backend"] = "mp"
+    return args
+
+
+SHORTEST = 32  # tokens that a capturing engine takes, however short the samples
+
+
+def capture_engine_args(
+    verifier: Verifier,
+    *,
+    tp_size: int,
+    longest: int,
+    max_batch_tokens: int,
+    batch_size: int,
+    dtype: str,
+    gpu_memory_utilization: float,
+    trust_remote_code: bool,
+    executor: str | None = None,
+) -> dict[str, Any]:
+    """Arguments of vllm.LLM for capturing hidden states: eager, no cache reuse, no tokenizer.
+
+    `longest`: tokens of the longest sample; `executor`: distributed_executor_backend where the
+    user sets one.
+    """
+    longest = max(longest, SHORTEST) + 1  # the one token that a request must generate
+    return default_engine_args(verifier, tp_size) | {
+        "enforce_eager": True,  # hooks fire in eager mode only
+        "skip_tokenizer_init": True,
+        "dtype": dtype,
+        "max_model_len": longest,
+        "max_num_batched_tokens": max(max_batch_tokens, longest),
+        "max_num_seqs": min(
+            min(batch_size, MAX_SAMPLES_A_PASS) * PASSES_IN_FLIGHT, max(max_batch_tokens, longest)
+        ),
+        "gpu_memory_utilization": gpu_memory_utilization,
+        "trust_remote_code": trust_remote_code,
+        # A pass is launched while the one before computes (extraction/runner.py). With
+        # Ray vLLM has such a queue in some versions only; on CPUs it turns this off.
+        "async_scheduling": executor in (None, "mp", "uni"),
+    }
+
+
+# What the capture and the plan of forward passes rest on, and the flag that sets it.
+CAPTURE_ARGS = {
+    "model": "--model-path",
+    "tensor_parallel_size": "--tp-size",
+    "dtype": "--dtype",
+    "max_model_len": "--max-seq-len",
+    "max_num_batched_tokens": "--max-batch-tokens",
+    "max_num_seqs": "--batch-size",
+    "gpu_memory_utilization": "--gpu-memory-utilization",
+    "trust_remote_code": "--trust-remote-code",
+    "enforce_eager": None,
+    "enable_prefix_caching": None,
+    "worker_extension_cls": None,
+    "async_scheduling": None,
+    "skip_tokenizer_init": None,
+    # The layers of a pass would lie on several ranks, one of which captures.
+    "pipeline_parallel_size": "--tp-size (or --num-shards)",
+}
+
+
+def check_engine_args(extra: dict[str, Any]) -> None:
+    """UserError for an --engine-args key that the capture depends on."""
+    for key in extra:
+        if key in CAPTURE_ARGS:
+            flag = CAPTURE_ARGS[key]
+            remedy = f"use {flag}" if flag else "the capture depends on its value"
+            raise UserError(f"--engine-args: {key} cannot be set here; {remedy}")
+
+
+@contextlib.contextmanager
+def running(
+    args: dict[str, Any], extra: dict[str, Any], what: str, timeout: float
+) -> "Iterator[LLM]":
+    """A vLLM engine, ended on every way out, before the last line is printed."""
+    llm = start_engine(args, extra, what, timeout)
+    try:
+        llm.collective_rpc("ignore_signals")
+        yield llm
+        llm.collective_rpc("restore_signals")
+    finally:
+        stop_engine(llm)
+
+
+def generating(
+    args: argparse.Namespace, verifier: Verifier, what: str, **more: Any
+) -> "contextlib.AbstractContextManager[LLM]":
+    """An engine by a script's flags that decodes token ids to token ids, with its counters on; see
+    running. `more`: further arguments of vllm.LLM."""
+    prepare_environment(args.tp_size)
+    engine_args = default_engine_args(verifier, args.tp_size) | {
+        "dtype": args.dtype,
+        "max_model_len": min(args.max_seq_len, verifier.max_positions or args.max_seq_len),
+        "max_num_seqs": args.batch_size,
+        "gpu_memory_utilization": args.gpu_memory_utilization,
+        "trust_remote_code": args.trust_remote_code,
+        "skip_tokenizer_init": True,
+        "disable_log_stats": False,
+    }
+    return running(engine_args | more, args.engine_args, what, args.load_timeout * 60)
+
+
+def start_engine(
+    args: dict[str, Any], extra: dict[str, Any], what: str = "vLLM", timeout: float = LOAD_TIMEOUT
+) -> "LLM":
+    """Build vllm.LLM; UserError with vLLM's own reason when it does not come up.
+
+    After `timeout` seconds the process ends with status 1: nothing can interrupt a load that
+    hangs in a library.
+    """
+
+    def give_up() -> None:
+        report_error(
+            f"vLLM did not come up on {args['model']} within {duration(timeout)}; see the log above"
+            " (VLLM_LOGGING_LEVEL=INFO shows more), or raise --load-timeout"
+        )
+        end_workers()
+        finish(1)
+
+    with heartbeat(f"{what}: loading {args['model']} in vLLM", timeout, give_up):
+        from vllm import LLM
+
+        try:
+            return LLM(**(args | extra))
+        except TypeError as e:
+            raise UserError(f"vLLM refused an argument: {e}; see --engine-args") from e
+        except Exception as e:  # any fault of loading, in the words of vLLM
+            raise UserError(f"vLLM did not start on {args['model']}: {one_line(e, 400)}") from e
+
+
+def stop_engine(llm: "LLM") -> None:
+    """Shut the engine and its workers down, so that nothing of them prints after us."""
+    with contextlib.suppress(AttributeError):
+        llm.llm_engine.engine_core.shutdown()
+    gc.collect()
+
+
+def engine_died(reason: str) -> UserError:
+    """The error for an engine that cannot go on in this process."""
+    return UserError(
+        f"vLLM's engine died ({reason}); what is finished is saved, {again()} to continue"
+    )
+
+
+def failed(llm: "LLM") -> bool:
+    """Whether vLLM has noticed that one of its workers died."""
+    executor = llm.llm_engine.engine_core.engine_core.model_executor  # type: ignore[attr-defined]
+    return bool(getattr(executor, "is_failed", False))
+
+
+def end_workers() -> None:
+    """Kill the processes that this one has started, and theirs."""
+    import psutil
+
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def require_kv_cache(llm: "LLM", units: list[list[int]], lengths: dict[int, int]) -> None:
+    """UserError unless the KV cache holds the passes in vLLM's queue at once, so that each runs
+    as one step."""
+    cache = llm.llm_engine.vllm_config.cache_config
+    size, blocks = int(cache.block_size or 0), int(cache.num_gpu_blocks or 0)
+    if not size or not blocks:
+        return
+    # a sample and the one token it must generate, in whole blocks; one block is vLLM's own
+    largest = max(sum(-(-(lengths[i] + 1) // size) for i in unit) for unit in units)
+    queue = PASSES_IN_FLIGHT if llm.llm_engine.vllm_config.scheduler_config.async_scheduling else 1
+    needed = largest * queue + 1
+    if needed > blocks:
+        raise UserError(
+            f"vLLM's KV cache holds {blocks * size} tokens, {queue} forward passes need"
+            f" {needed * size}; raise --gpu-memory-utilization (on a CPU VLLM_CPU_KVCACHE_SPACE,"
+            " in GiB) or lower --max-batch-tokens"
+        )
