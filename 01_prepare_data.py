@@ -12,7 +12,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from common import artifacts, cli, progress
+from common import artifacts, cli, errors, progress
+from common.manifest import Output, Stage
 
 STAGE = "prepare"
 
@@ -89,9 +90,10 @@ def main() -> None:
         "dataset": sources_digest(sources),
         "tokenizer": tokenizer_fingerprint(args.model_path),
     }
+    output = Output(out, Stage(STAGE, settings, inputs), args.overwrite)
     state = "none"
     if not args.show:
-        state = artifacts.earlier_run(out, STAGE, settings, inputs, args.overwrite)
+        state = output.earlier_run()
     if state == "complete":
         progress.log(f"prepare: {out} is complete (--overwrite makes it again)")
         return
@@ -126,7 +128,7 @@ def main() -> None:
             f"{fates(counts)}; nothing was written"
         )
         return
-    artifacts.hold_output(out, STAGE, settings, inputs, args.overwrite, state)
+    output.lock(state)
 
     # ---------------------------------------------------------------- work
     workers = args.workers or len(os.sched_getaffinity(0))
@@ -140,21 +142,17 @@ def main() -> None:
             if counts["samples"] == args.max_samples:
                 break
         if not counts["samples"]:
-            raise cli.UserError(no_sample(sources[0].name, counts))
-        if args.overwrite:  # now that every row was good
-            artifacts.empty_output(out, Path(f.name).name)
+            raise errors.UserError(no_sample(sources[0].name, counts))
+        output.empty(Path(f.name).name)  # now that every row was good
         bar.close()
 
         # ------------------------------------------------------------ report
-        # before the file has its name: data without a report are taken for somebody else's
+        # before the file has its name: data without a manifest are taken for somebody else's
         f.flush()
         digest = artifacts.sha256_file(Path(f.name))
         seconds = time.monotonic() - started
         final = dict(counts) | {"file_sha256": digest}
-        artifacts.write_json(
-            out / artifacts.REPORT,
-            artifacts.report(STAGE, settings, inputs, final, digest, seconds),
-        )
+        output.finish(final, digest, seconds)
     share = 100 * counts["loss_tokens"] / counts["tokens"]
     progress.log(
         f"prepare: {counts['samples']} samples from {counts['rows']} rows, {counts['tokens']}"
@@ -192,4 +190,4 @@ def fates(counts: Counter[str]) -> str:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    errors.run(main)

@@ -9,7 +9,8 @@ import io
 import time
 from pathlib import Path
 
-from common import artifacts, cli, progress
+from common import artifacts, cli, errors, progress
+from common.manifest import Output, Stage
 
 STAGE = "vocab"
 SIZES = 8000, 16000, 32000, 64000  # of which the coverage is told too
@@ -63,7 +64,7 @@ def main() -> None:
     artifacts.check_apart(out, args.model_path, *folders)
     size = args.draft_vocab_size
     if size > model.vocab_size:
-        raise cli.UserError(
+        raise errors.UserError(
             f"--draft-vocab-size {size} is over the verifier's {model.vocab_size} tokens"
         )
     special = special_ids(args.model_path, model)
@@ -78,7 +79,8 @@ def main() -> None:
     for folder in folders:
         samples.check_tokenizer(folder, model)
     inputs = {"prepared": prepared if len(prepared) > 1 else prepared[0]}
-    state = artifacts.earlier_run(out, STAGE, settings, inputs, args.overwrite)
+    output = Output(out, Stage(STAGE, settings, inputs), args.overwrite)
+    state = output.earlier_run()
     if state == "complete":
         progress.log(f"vocab: {out} is complete (--overwrite makes it again)")
         return
@@ -92,7 +94,7 @@ def main() -> None:
         for sample in samples.read_samples(folder, args.max_samples, model.vocab_size):
             np.add.at(counts, sample.input_ids[sample.loss_mask], 1)
         if not counts.any():
-            raise cli.UserError(f"{folder / samples.FILE}: no loss tokens in it")
+            raise errors.UserError(f"{folder / samples.FILE}: no loss tokens in it")
         counts_of_each.append(counts)
     counts = merge_counts(counts_of_each, weights)
     always = np.zeros(model.vocab_size, dtype=bool)
@@ -117,10 +119,9 @@ def main() -> None:
         return
 
     # ---------------------------------------------------------------- write
-    artifacts.hold_output(out, STAGE, settings, inputs, args.overwrite, state)
-    if args.overwrite:
-        artifacts.empty_output(out)
-    report_counts = {
+    output.lock(state)
+    output.empty()
+    final = {
         "loss_tokens": total,
         "distinct_tokens": distinct,
         "coverage": coverage,
@@ -138,13 +139,10 @@ def main() -> None:
             np.save(data, array, allow_pickle=False)
             file.write(data.getvalue())
             file.flush()
-        # before the files have their names: a map without a report is taken for somebody else's
+        # before the files have their names: a map without a manifest is taken for somebody else's
         digest = files_hash(Path(f.name) for f in files)
         seconds = time.monotonic() - started
-        artifacts.write_json(
-            out / artifacts.REPORT,
-            artifacts.report(STAGE, settings, inputs, report_counts, digest, seconds),
-        )
+        output.finish(final, digest, seconds)
     draw_coverage(out / "coverage.png", counts, size)
     progress.log(f"vocab: {text}; {progress.duration(seconds)} -> {out}")
 
@@ -163,12 +161,12 @@ def special_ids(model_path: str, model) -> set[int]:
         try:
             found |= {int(i) for i in ids_of(artifacts.read_json(path))} if path else set()
         except (TypeError, KeyError, ValueError, AttributeError) as e:
-            raise cli.UserError(
-                f"{path}: its added tokens are not as tokenizers write them ({cli.one_line(e)});"
+            raise errors.UserError(
+                f"{path}: its added tokens are not as tokenizers write them ({errors.one_line(e)});"
                 " download the file again"
             ) from None
     return found
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    errors.run(main)

@@ -6,12 +6,12 @@ the final norm). Run the same command again after a kill: it continues, and the 
 files are the same to the byte.
 """
 
-import functools
 import shutil
 import time
 from pathlib import Path
 
-from common import artifacts, cli, progress
+from common import artifacts, cli, errors, progress
+from common.manifest import PROBE, Output, Stage, must_match
 
 STAGE = "extract"
 STORAGE = {"bf16": "bfloat16", "fp8": "float8_e4m3fn"}
@@ -114,7 +114,8 @@ def main() -> None:
     inputs = {"prepared": samples.prepared_identity(folder)}
     samples.check_tokenizer(folder, model)
     inputs |= preflight.identities(model, weights, out, args.dry_run)
-    state = artifacts.earlier_run(out, STAGE, settings, inputs, args.overwrite)
+    output = Output(out, Stage(STAGE, settings, inputs), args.overwrite)
+    state = output.earlier_run()
 
     # ---------------------------------------------------------------- plan
     shape = len(layers), model.hidden_size, storage
@@ -143,8 +144,7 @@ def main() -> None:
     if args.dry_run:
         progress.log("extract: dry run, every check passed; nothing was loaded or written")
         return
-    artifacts.hold_output(out, STAGE, settings, inputs, args.overwrite, state)
-    report = functools.partial(artifacts.report, STAGE, settings, inputs)
+    output.lock(state)
 
     # ---------------------------------------------------------------- load and work
     if todo:
@@ -154,11 +154,11 @@ def main() -> None:
         tokens = sum(lengths.values())
         work = Work(model, layers, dtype, storage, args.max_batch_tokens, samples_todo, todo,
                     out, tokens)  # fmt: skip
-        extract(args, work, report, units, lengths, done)
+        extract(args, work, output, units, lengths, done)
     missing = journal.missing_samples(done)
     if len(missing) > args.allow_missing:
         first = min(missing)
-        raise cli.UserError(
+        raise errors.UserError(
             f"{len(missing)} of {len(lengths)} samples have no hidden states, the first on line"
             f" {first + 1} of {folder / samples.FILE}: {missing[first]}. Run again to try them once"
             f" more, or accept it with --allow-missing {len(missing)}; mended data are other data,"
@@ -166,7 +166,7 @@ def main() -> None:
         )
 
     # ---------------------------------------------------------------- report
-    finish(report, units, lengths, done, shape, settings, out, started)
+    finish(output, units, lengths, done, shape, started)
 
 
 def run_settings(args, layers: list[int], model, dtype: str, storage: str) -> dict:
@@ -202,7 +202,7 @@ def plan_passes(args, model, folder: Path):
     check_longest(args, model, folder, lengths)
     units = batching.plan_units(lengths, args.max_batch_tokens, args.batch_size)
     if args.num_shards > len(units):
-        raise cli.UserError(
+        raise errors.UserError(
             f"--num-shards {args.num_shards}: the samples make {len(units)} forward passes; use"
             " fewer shards or a lower --max-batch-tokens"
         )
@@ -219,7 +219,7 @@ def check_longest(args, model, folder: Path, lengths: dict[int, int]) -> None:
     index = max(lengths, key=lambda i: lengths[i])
     limit = min(model.longest_sample(args.max_seq_len), args.max_batch_tokens)
     if lengths[index] > limit:
-        raise cli.UserError(
+        raise errors.UserError(
             f"{folder / samples.FILE}:{index + 1}: the sample has {lengths[index]} tokens, over"
             f" {limit} (the least of --max-seq-len {args.max_seq_len}, --max-batch-tokens"
             f" {args.max_batch_tokens} and the model's positions less one); raise the flag or"
@@ -227,7 +227,7 @@ def check_longest(args, model, folder: Path, lengths: dict[int, int]) -> None:
         )
 
 
-def extract(args, work, report, units, lengths, done) -> None:
+def extract(args, work, output, units, lengths, done) -> None:
     """Load the verifier, check the capture, and run the passes of `work` into `done`."""
     from common.extraction import probe, runner
     from common.states import journal
@@ -259,35 +259,35 @@ def extract(args, work, report, units, lengths, done) -> None:
             checked = probe.run_probe(llm, work, head, resumed=bool(done))
             del head  # 2.3 GB of Kimi-K2.5
             # From here on the folder holds data, and belongs to these settings.
-            if args.overwrite:
-                artifacts.empty_output(out, artifacts.PROBE)
+            output.empty(PROBE)
             journal.write_plan(out, units, lengths)
-            artifacts.write_json(out / artifacts.REPORT, report({}, None, 0))
+            output.begin()
             with journal.Journal(out, done) as record:
                 runner.run_units(llm, work, record, checked, stopper)
         except Exception as e:
-            if engine.failed(llm) and not isinstance(e, cli.UserError):
-                raise engine.engine_died(cli.one_line(e)) from e
+            if engine.failed(llm) and not isinstance(e, errors.UserError):
+                raise engine.engine_died(errors.one_line(e)) from e
             raise
         finally:
-            shutil.rmtree(out / artifacts.PROBE, ignore_errors=True)
+            shutil.rmtree(out / PROBE, ignore_errors=True)
     left = [unit for unit, _ in work.todo if unit not in record.settled]
     if left and not stopper.code:
         raise RuntimeError(f"passes {left[:5]} were neither finished nor given up")
     if left:
-        raise cli.Interrupted(
+        raise errors.Interrupted(
             stopper.code,
-            f"{len(units) - len(left)} of {len(units)} passes are in {out}; {cli.again()} to"
+            f"{len(units) - len(left)} of {len(units)} passes are in {out}; {errors.again()} to"
             " continue",
         )
 
 
-def finish(report, units, lengths, done, shape, settings, out: Path, started: float) -> None:
-    """Write the report and print what a careful person would look up."""
+def finish(output: Output, units, lengths, done, shape, started: float) -> None:
+    """Write the manifest and print what a careful person would look up."""
+    out, settings = output.folder, output.stage.settings
     from common.states import journal
     from common.states.files import file_bytes, hidden_file
 
-    shutil.rmtree(out / artifacts.PROBE, ignore_errors=True)  # of a run killed after its last pass
+    shutil.rmtree(out / PROBE, ignore_errors=True)  # of a run killed after its last pass
     missing, sums = journal.missing_samples(done), journal.checksums(done)
     kept = {i: lengths[i] for i in sums}
     tokens, seconds = sum(kept.values()), sum(entry["seconds"] for entry in done.values())
@@ -300,18 +300,15 @@ def finish(report, units, lengths, done, shape, settings, out: Path, started: fl
         "forward_passes": len(units),
         "missing_samples": len(missing),
     }
-    artifacts.write_json(
-        out / artifacts.REPORT,
-        report(
-            counts,
-            journal.digest(sums),
-            time.monotonic() - started,
-            extract_seconds=round(seconds, 2),
-            missing={str(i): why for i, why in missing.items()},
-            **{k: settings[k] for k in ("layers", "layer_convention", "hidden_size", "dtype")},
-            **{k: counts[k] for k in ("num_samples", "total_tokens")},
-            bytes=size,
-        ),
+    output.finish(
+        counts,
+        journal.digest(sums),
+        time.monotonic() - started,
+        extract_seconds=round(seconds, 2),
+        missing={str(i): why for i, why in missing.items()},
+        **{k: settings[k] for k in ("layers", "layer_convention", "hidden_size", "dtype")},
+        **{k: counts[k] for k in ("num_samples", "total_tokens")},
+        bytes=size,
     )
     progress.log(f"  files          {len(kept)} in {len(folders)} folders rows_* of {out}")
     progress.log(f"  disk           {size / 1e9:.3f} GB, planned {planned / 1e9:.3f}")
@@ -331,7 +328,7 @@ def verify(out: Path, folder: Path, started: float) -> None:
     from common.states.folder import open_hidden, verify_folder
 
     found = open_hidden(out, lone_shard=True)
-    artifacts.must_match(
+    must_match(
         "prepared data",
         out,
         found.inputs.get("prepared"),
@@ -351,12 +348,12 @@ def verify(out: Path, folder: Path, started: float) -> None:
 def check_layers(layers: list[int], model) -> list[int]:
     wrong = [i for i in layers if not 0 <= i < model.num_layers]
     if wrong or len(set(layers)) != len(layers):
-        raise cli.UserError(
+        raise errors.UserError(
             f"--layers {' '.join(map(str, layers))}: expected distinct layers from 0 to"
             f" {model.num_layers - 1}"
         )
     if len(layers) != 4 or max(layers) != model.num_layers - 1:
-        raise cli.UserError(
+        raise errors.UserError(
             f"--layers {' '.join(map(str, layers))}: expected three aux layers, as vLLM feeds a"
             f" draft, and the final one, {model.num_layers - 1}, from which 04 makes its targets"
         )
@@ -369,9 +366,9 @@ def check_dtype(dtype: str, model) -> str:
         dtype = str(model.text.get("dtype") or model.text.get("torch_dtype") or "bfloat16")
         dtype = dtype.removeprefix("torch.")
     if dtype not in ("bfloat16", "float16", "float32"):
-        raise cli.UserError(f"the verifier's dtype is {dtype!r}; pass --dtype")
+        raise errors.UserError(f"the verifier's dtype is {dtype!r}; pass --dtype")
     if dtype == "float16" and "kv_lora_rank" in model.text:
-        raise cli.UserError(
+        raise errors.UserError(
             "--dtype float16: vLLM divides the residual stream of DeepSeek-class models by"
             " routed_scaling_factor in float16; use bfloat16"
         )
@@ -379,4 +376,4 @@ def check_dtype(dtype: str, model) -> str:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    errors.run(main)

@@ -7,13 +7,13 @@ and state/ for resuming. Run the same command again after a kill: it continues w
 last state was saved, to the same bits.
 """
 
-import functools
 import importlib.util
 import os
 import time
 from pathlib import Path
 
-from common import artifacts, cli, progress
+from common import artifacts, cli, errors, progress
+from common.manifest import Output, Stage, recorded
 
 STAGE = "train"
 
@@ -165,7 +165,7 @@ def main() -> None:
         "tokens": tokens,
     }
     more = {"heldout": heldout, "train_seconds": round(spent, 2)}
-    artifacts.write_json(out / artifacts.REPORT, job.report(counts, digest, seconds, **more))
+    job.output.finish(counts, digest, seconds, **more)
     text = f"held-out acceptance length {heldout['acceptance_length']}, " if heldout else ""
     progress.log(
         f"train: {text}{steps} steps, {tokens} tokens in {progress.duration(spent)}"
@@ -215,36 +215,36 @@ def check(args, device, dtype, ranks):
     if args.init_from:
         check_initial(Path(args.init_from), shape, export.serving_layer_ids(aux))
         inputs["init_from"] = artifacts.sha256_file(Path(args.init_from) / "model.safetensors")
-    earlier_rows = None if args.overwrite else artifacts.held(out, "settings", "rows_per_step")
+    earlier_rows = None if args.overwrite else recorded(out, "settings", "rows_per_step")
     rows_a_step = args.rows_per_step or earlier_rows or ranks.world
     settings = run_settings(args, shape, data, device, dtype, rows_a_step)
-    state = artifacts.earlier_run(out, STAGE, settings, inputs, args.overwrite)
+    output = Output(out, Stage(STAGE, settings, inputs), args.overwrite)
+    state = output.earlier_run()
     if state == "complete":
         say(ranks, f"train: {out} is complete (--overwrite makes it again)")
         return None
     # used only during or after training
     for package in ("speculators", "matplotlib", *["tensorboard"] * args.tensorboard):
         if importlib.util.find_spec(package) is None:
-            raise cli.UserError(f"the package {package} is not installed; see requirements.txt")
+            raise errors.UserError(f"the package {package} is not installed; see requirements.txt")
 
     # ---------------------------------------------------------------- plan
     train, held = packing.split_samples(data.samples, args.heldout_fraction, args.loss_rule)
     if not train:
-        raise cli.UserError(
+        raise errors.UserError(
             f"{data.prepared}: nothing to train on ({len(held)} of {len(data.samples)} samples held"
             " out, the others without a loss position); lower --heldout-fraction or prepare more"
         )
     if args.patience and not held:
-        raise cli.UserError(
+        raise errors.UserError(
             "--patience: no sample is held out to measure on; raise --heldout-fraction or leave it"
         )
     steps = packing.plan_steps(train, args.max_batch_tokens, args.epochs, args.seed, rows_a_step)
-    report = functools.partial(artifacts.report, STAGE, settings, inputs)
-    job = Job(report, model, shape, data, train, held, steps)
+    job = Job(output, model, shape, data, train, held, steps)
     say_plan(args, job, rows_a_step, device, dtype, ranks)
     check_room(args, job, device, dtype, ranks)
     if ranks.first and not args.dry_run:
-        artifacts.hold_output(out, STAGE, settings, inputs, args.overwrite, state)
+        output.lock(state)
     if ranks.first and not args.overwrite:  # held: another run may be dropping this state
         check_state(out / "state", len(steps))
     if args.dry_run:
@@ -339,9 +339,8 @@ def train_draft(args, job, device, dtype, ranks) -> tuple[dict | None, int, floa
     if device == "cuda":
         say(ranks, f"train: kernels ready after {progress.duration(time.monotonic() - began)}")
     if ranks.first:  # nothing that was there is lost to what fails until here
-        if args.overwrite:
-            artifacts.empty_output(out)
-        artifacts.write_json(out / artifacts.REPORT, job.report({}, None, 0))
+        job.output.empty()
+        job.output.begin()
     tokens = list(map(job.step_tokens, steps))
     spent, reader = loaded.spent, loaded.reader
     log = StepLog(
@@ -388,8 +387,9 @@ def train_draft(args, job, device, dtype, ranks) -> tuple[dict | None, int, floa
             best = held.weights if held.best and held.best["step"] < number else {}
             save_state(out / "state", number, trainer, counters, best, args.keep_states)
         if stop:
-            raise cli.Interrupted(
-                stopper.code or 143, f"state after step {number} saved; {cli.again()} to continue"
+            raise errors.Interrupted(
+                stopper.code or 143,
+                f"state after step {number} saved; {errors.again()} to continue",
             )
         log.restart()
     log.close()
@@ -404,4 +404,4 @@ def train_draft(args, job, device, dtype, ranks) -> tuple[dict | None, int, floa
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    errors.run(main)

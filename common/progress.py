@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 
-from common.cli import report_error, tell
+from common.errors import report_error, tell
 
 LOG_EVERY_SECONDS = 10.0
 SAME_REQUEST_SECONDS = 1.0

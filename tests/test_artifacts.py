@@ -3,7 +3,16 @@
 import pytest
 
 from common import artifacts
-from common.cli import UserError
+from common.errors import UserError
+from common.manifest import (
+    LOCK,
+    MANIFEST,
+    PRODUCTS,
+    Output,
+    Stage,
+    read_manifest,
+    write_manifest,
+)
 from common.progress import Progress
 
 
@@ -22,28 +31,32 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["f"]
 
 
-def make(settings, inputs, data, seconds):
-    return artifacts.report("vocab", settings, inputs, {}, data, seconds)
+def output(folder, settings=None, inputs=None, overwrite=False, stage="vocab"):
+    return Output(folder, Stage(stage, settings or {}, inputs or {}), overwrite)
 
 
-def test_content_hash_is_of_meaning_not_of_time():
-    one = make({"a": 1}, {"prepared": "x"}, "d", 3.0)["content_sha256"]
-    assert make({"a": 1}, {"prepared": "x"}, "d", 9.0)["content_sha256"] == one
-    assert make({"a": 2}, {"prepared": "x"}, "d", 3.0)["content_sha256"] != one
-    assert make({"a": 1}, {"prepared": "y"}, "d", 3.0)["content_sha256"] != one
-    assert make({"a": 1}, {"prepared": "x"}, "e", 3.0)["content_sha256"] != one
+def test_content_hash_is_of_meaning_not_of_time(tmp_path):
+    def content(settings, inputs, data, seconds):
+        write_manifest(tmp_path, Stage("vocab", settings, inputs), {}, data, seconds)
+        return read_manifest(tmp_path, "vocab").content_sha256
+
+    one = content({"a": 1}, {"prepared": "x"}, "d", 3.0)
+    assert content({"a": 1}, {"prepared": "x"}, "d", 9.0) == one
+    assert content({"a": 2}, {"prepared": "x"}, "d", 3.0) != one
+    assert content({"a": 1}, {"prepared": "y"}, "d", 3.0) != one
+    assert content({"a": 1}, {"prepared": "x"}, "e", 3.0) != one
 
 
 def test_earlier_runs(tmp_path):
     def state(settings, inputs, overwrite=False):
-        return artifacts.earlier_run(tmp_path, "vocab", settings, inputs, overwrite)
+        return output(tmp_path, settings, inputs, overwrite).earlier_run()
 
     assert state({"a": 1}, {}) == "none"
-    artifacts.write_json(tmp_path / artifacts.REPORT, make({"a": 1}, {"p": "x"}, None, 0))
+    output(tmp_path, {"a": 1}, {"p": "x"}).begin()
     assert state({"a": 1}, {"p": "x"}) == "in_progress"
-    artifacts.write_json(tmp_path / artifacts.REPORT, make({"a": 1}, {"p": "x"}, "d", 0))
+    output(tmp_path, {"a": 1}, {"p": "x"}).finish({}, "d", 0)
     assert state({"a": 1}, {"p": "x"}) == "in_progress"  # what it made is gone
-    for name in artifacts.PRODUCTS["vocab"]:
+    for name in PRODUCTS["vocab"]:
         (tmp_path / name).touch()
     assert state({"a": 1}, {"p": "x"}) == "complete"
     with pytest.raises(UserError, match="was made with a = 1, asked for 2"):
@@ -56,36 +69,36 @@ def test_earlier_runs(tmp_path):
 def test_overwrite_spares_folders_that_are_not_ours(tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(UserError, match=r"would delete thesis.tex, which none of these scripts"):
-        artifacts.earlier_run(tmp_path, "vocab", {}, {}, overwrite=True)
-    artifacts.write_json(tmp_path / artifacts.REPORT, artifacts.report("vocab", {}, {}, {}, "d", 0))
+        output(tmp_path, overwrite=True).earlier_run()
+    output(tmp_path).finish({}, "d", 0)
     with pytest.raises(UserError, match=r"would delete thesis.tex"):
-        artifacts.earlier_run(tmp_path, "vocab", {}, {}, overwrite=True)
+        output(tmp_path, overwrite=True).earlier_run()
     assert (tmp_path / "thesis.tex").exists()
     (tmp_path / "home" / ".ssh").mkdir(parents=True)
     with pytest.raises(UserError, match=r"would delete .ssh"):
-        artifacts.earlier_run(tmp_path / "home", "vocab", {}, {}, overwrite=True)
+        output(tmp_path / "home", overwrite=True).earlier_run()
 
 
 def test_overwrite_makes_a_damaged_folder_again(tmp_path):
-    """A report cut short, or lost: what lies there is still ours."""
+    """A manifest cut short, or lost: what lies there is still ours."""
     (tmp_path / "rows_0-999").mkdir()
     (tmp_path / "journal.jsonl").touch()
-    artifacts.hold_output(tmp_path, "extract", {}, {}, overwrite=True, state="none")
-    (tmp_path / artifacts.REPORT).touch()
+    output(tmp_path, overwrite=True, stage="extract").lock("none")
+    (tmp_path / MANIFEST).touch()
     with pytest.raises(UserError, match=r"not JSON .* or --overwrite"):
-        artifacts.earlier_run(tmp_path, "extract", {}, {}, overwrite=False)
-    assert artifacts.earlier_run(tmp_path, "extract", {}, {}, overwrite=True) == "none"
-    artifacts.empty_output(tmp_path)
-    assert [p.name for p in tmp_path.iterdir()] == [artifacts.LOCK]
+        output(tmp_path, overwrite=False, stage="extract").earlier_run()
+    assert output(tmp_path, overwrite=True, stage="extract").earlier_run() == "none"
+    output(tmp_path, overwrite=True).empty()
+    assert [p.name for p in tmp_path.iterdir()] == [LOCK]
 
 
-def test_reports_of_other_stages_or_unfinished_ones_are_refused(tmp_path):
-    artifacts.write_json(tmp_path / artifacts.REPORT, make({}, {}, "d", 0))
+def test_manifests_of_other_stages_or_unfinished_ones_are_refused(tmp_path):
+    output(tmp_path).finish({}, "d", 0)
     with pytest.raises(UserError, match="is stage 'vocab' format 1, expected 'extract'"):
-        artifacts.read_report(tmp_path, "extract")
-    artifacts.write_json(tmp_path / artifacts.REPORT, make({}, {}, None, 0))
+        read_manifest(tmp_path, "extract")
+    output(tmp_path).begin()
     with pytest.raises(UserError, match="has not finished"):
-        artifacts.read_report(tmp_path, "vocab")
+        read_manifest(tmp_path, "vocab")
 
 
 def test_space_is_checked_before_it_runs_out(tmp_path):
@@ -105,25 +118,25 @@ def test_overwrite_may_use_what_it_frees(small_disk):
 
 
 def test_a_second_run_into_one_folder_is_refused(tmp_path):
-    artifacts.hold_output(tmp_path / "o", "vocab", {}, {}, overwrite=False, state="none")
+    output(tmp_path / "o").lock("none")
     with pytest.raises(UserError, match="another run is writing into it"):
-        artifacts.hold_output(tmp_path / "o", "vocab", {}, {}, overwrite=True, state="none")
+        output(tmp_path / "o", overwrite=True).lock("none")
 
 
 def test_a_folder_that_another_run_finished_meanwhile_is_refused(tmp_path):
-    before = artifacts.earlier_run(tmp_path, "vocab", {"a": 1}, {}, overwrite=False)
-    artifacts.write_json(tmp_path / artifacts.REPORT, make({"a": 1}, {}, "d", 0))
+    before = output(tmp_path, {"a": 1}).earlier_run()
+    output(tmp_path, {"a": 1}).finish({}, "d", 0)
     with pytest.raises(UserError, match="another run has changed it"):
-        artifacts.hold_output(tmp_path, "vocab", {"a": 1}, {}, overwrite=False, state=before)
+        output(tmp_path, {"a": 1}).lock(before)
 
 
-def test_what_an_overwrite_could_not_finish_keeps_its_report(small_disk, tmp_path):
+def test_what_an_overwrite_could_not_finish_keeps_its_manifest(small_disk, tmp_path):
     """What is left is the earlier run's, and must say so."""
-    (tmp_path / artifacts.REPORT).write_text("{}")
+    (tmp_path / MANIFEST).write_text("{}")
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(OSError):  # noqa: PT011 (a file system is mounted there)
-        artifacts.empty_output(tmp_path)
-    assert (tmp_path / artifacts.REPORT).exists()
+        output(tmp_path, overwrite=True).empty()
+    assert (tmp_path / MANIFEST).exists()
 
 
 def test_an_eta_waits_for_what_is_under_way():

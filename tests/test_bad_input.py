@@ -5,7 +5,8 @@ import shutil
 
 import pytest
 
-from common.artifacts import REPORT, atomic_file
+from common.artifacts import atomic_file
+from common.manifest import MANIFEST
 from tests.conftest import extract_args, fails, last_line, mounted, must, script, write_jsonl
 
 CHAT = {
@@ -117,7 +118,7 @@ def test_prepare_counts_bad_rows_when_asked(smollm2, tmp_path):
     out = tmp_path / "out"
     must(script("01_prepare_data.py", "--model-path", smollm2, "--dataset", data,
                 "--output-dir", out, "--skip-bad-rows"))  # fmt: skip
-    counts = json.loads((out / REPORT).read_text())["counts"]
+    counts = json.loads((out / MANIFEST).read_text())["counts"]
     assert counts["samples"] == 2
     assert counts["dropped: no assistant turn"] == 1
     assert counts["dropped: unknown role"] == 1

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from common.artifacts import REPORT
+from common.manifest import MANIFEST
 from tests.conftest import fails, last_line, must, script, train_args, write_jsonl
 
 
@@ -20,8 +20,8 @@ def test_numbers_out_of_range_are_wrong_flags(flag, value):
 def test_a_damaged_state_says_what_to_do(tiny_stages, tmp_path):
     out = tmp_path / "d"
     must(script("04_train.py", *train_args(tiny_stages, out, "--save-every", 1)))
-    report = json.loads((out / REPORT).read_text())
-    (out / REPORT).write_text(json.dumps(report | {"status": "in_progress"}))
+    report = json.loads((out / MANIFEST).read_text())
+    (out / MANIFEST).write_text(json.dumps(report | {"status": "in_progress"}))
     state = next((out / "state").glob("step_*")) / "state.json"
     state.write_text("{}")
     result = script("04_train.py", *train_args(tiny_stages, out))
@@ -38,10 +38,10 @@ def test_full_disk_for_training(tiny_stages, small_disk):
 def test_state_on_a_full_disk_leaves_the_older_one(small_disk):
     import torch
 
-    from common.cli import UserError
     from common.draft.config import DraftShape
     from common.draft.linear_products import Products
     from common.draft.model import Eagle3Draft
+    from common.errors import UserError
     from common.training.state import latest_state, save_state
     from common.training.trainer import Trainer
 
@@ -109,8 +109,8 @@ def test_a_truncated_hidden_states_file(tiny_stages, tmp_path):
 def test_unfinished_hidden_states(tiny_stages, tmp_path):
     hidden = tmp_path / "hidden"
     shutil.copytree(tiny_stages["hidden"], hidden)
-    report = json.loads((hidden / REPORT).read_text())
-    (hidden / REPORT).write_text(json.dumps(report | {"status": "in_progress"}))
+    report = json.loads((hidden / MANIFEST).read_text())
+    (hidden / MANIFEST).write_text(json.dumps(report | {"status": "in_progress"}))
     result = script("04_train.py", *train_args(tiny_stages | {"hidden": hidden}, tmp_path / "d"))
     fails(result, "has not finished", folder=tmp_path / "d")
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.cli import UserError
+from common.errors import UserError
 from common.extraction import forward
 from common.extraction.capture import CaptureError, find_decoder
 from common.extraction.selfcheck import check_final_layer, check_received

@@ -10,8 +10,8 @@ import psutil
 import pytest
 from safetensors.torch import load_file, save_file
 
-from common.artifacts import REPORT
 from common.extraction.batching import plan_units
+from common.manifest import MANIFEST
 from tests.conftest import (
     ROOT,
     ended,
@@ -96,12 +96,12 @@ def test_samples_with_nan_are_skipped_and_the_rest_is_whole(odd, tmp_path):
         assert first in last_line(result)
         assert "NaN or Inf" in last_line(result)
         assert files_of(out) == without(odd["whole"], odd["where"])
-        assert json.loads((out / REPORT).read_text())["status"] == "in_progress"
+        assert json.loads((out / MANIFEST).read_text())["status"] == "in_progress"
     accepted = args_of(stages, out, "--allow-missing", 2)
     result = must(script("03_extract_hidden_states.py", *accepted))
     assert "2 samples are missing, as allowed" in last_line(result)
     assert "in vLLM" not in result.stdout  # nothing was loaded for it
-    report = json.loads((out / REPORT).read_text())
+    report = json.loads((out / MANIFEST).read_text())
     assert report["num_samples"] == 22
     assert list(report["missing"]) == [str(i) for i in odd["where"]]
     assert "is complete" in last_line(must(script("03_extract_hidden_states.py", *accepted)))
@@ -247,7 +247,7 @@ def test_sigkill_loses_nothing(plain, tmp_path, moment):
     )
     assert result.returncode == -signal.SIGKILL
     assert until <= lines_of(out / "journal.jsonl") <= plain["passes"]
-    assert json.loads((out / REPORT).read_text())["status"] == "in_progress"
+    assert json.loads((out / MANIFEST).read_text())["status"] == "in_progress"
     (out / ".probe" / "left").mkdir(parents=True, exist_ok=True)  # however early it was removed
     with open(out / "journal.jsonl", "a") as f:  # as a kill within the write leaves it
         f.write('{"unit": 5, "chec')

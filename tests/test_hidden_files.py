@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save
 
-from common.artifacts import REPORT, sha256_json
-from common.cli import UserError
+from common.artifacts import sha256_json
+from common.errors import UserError
 from common.extraction.batching import deal_units, plan_units
 from common.extraction.writer import Rows, write_rows
+from common.manifest import MANIFEST
 from common.states.files import (
     FP8,
     bytes_a_token,
@@ -176,11 +177,11 @@ def test_verify_finds_what_is_wrong(tiny_stages, tmp_path, spoil, journal, text)
             if "7" in entry["checksums"]:
                 entry["checksums"]["7"] = file_checksum(path)
         (out / "journal.jsonl").write_text("".join(json.dumps(e) + "\n" for e in entries))
-        report = json.loads((out / REPORT).read_text())
+        report = json.loads((out / MANIFEST).read_text())
         meaning = {k: report[k] for k in ("stage", "settings", "inputs")}
         data = digest(checksums({e["unit"]: e for e in entries}))
         report["content_sha256"] = sha256_json(meaning | {"data": data})
-        (out / REPORT).write_text(json.dumps(report))
+        (out / MANIFEST).write_text(json.dumps(report))
     result = verify(tiny_stages, out)
     assert result.returncode == 1
     assert f"hs_7.safetensors: {text}" in result.stdout

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from common.artifacts import REPORT
+from common.manifest import MANIFEST
 from common.states.folder import shard_folder
 from tests.conftest import (
     ROOT,
@@ -87,7 +87,7 @@ def test_overwrite_keeps_the_old_folder_until_the_verifier_is_up(tiny_stages, tm
     assert "no_such" in last_line(result)
     assert everything(out) == before
     must(script("03_extract_hidden_states.py", *args, "--layers", 1, 2, 3, 7))
-    assert json.loads((out / REPORT).read_text())["layers"] == [1, 2, 3, 7]
+    assert json.loads((out / MANIFEST).read_text())["layers"] == [1, 2, 3, 7]
     must(script("03_extract_hidden_states.py", *args))
     assert files_of(out) == files_of(tiny_stages["hidden"])
 
@@ -175,7 +175,7 @@ def test_data_without_a_report_are_not_replaced_and_lost_products_are_made_again
         product.write_text("by hand")
         result = script(name, *args)
         assert result.returncode == 1
-        assert f"holds {product.name} without a {REPORT}" in last_line(result)
+        assert f"holds {product.name} without a {MANIFEST}" in last_line(result)
         assert product.read_text() == "by hand"
         must(script(name, *args, "--overwrite"))
         made = product.read_bytes()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from common.cli import UserError
+from common.errors import UserError
 from common.extraction.preflight import Gpu, Memory, check_gpus, check_host, cpu_vllm
 from common.verifier.config import (
     fingerprint,

@@ -12,10 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from common.cli import UserError
 from common.data.conversations import FORMS, RowError, form_of, messages_of, tools_of
 from common.data.samples import read_samples
 from common.data.sources import parse_sources, read_rows
+from common.errors import UserError
 from tests.conftest import ROOT, last_line, must, script, write_jsonl
 
 SHARED = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello!"}]

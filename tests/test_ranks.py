@@ -9,7 +9,7 @@ import psutil
 import pytest
 import torch
 
-from common.artifacts import REPORT
+from common.manifest import MANIFEST
 from tests.conftest import (
     ROOT,
     ended,
@@ -79,7 +79,7 @@ def test_two_ranks_train_as_one_otherwise(tiny_stages, tmp_path, more, near):
     must(script("04_train.py", *train_args(tiny_stages, one, *SETTINGS, *more)))
     shutil.copytree(one, two)  # a finished run, which all ranks must take for gone
     output = finished(train_args(tiny_stages, two, *SETTINGS, *more, "--overwrite"))
-    assert json.loads((two / REPORT).read_text())["counts"]["steps"] == len(losses(two))
+    assert json.loads((two / MANIFEST).read_text())["counts"]["steps"] == len(losses(two))
     assert losses(two) == pytest.approx(losses(one), abs=near)
     uneven = more[more.index("--rows-per-step") + 1] % 2 == 1
     assert ("some wait for the others" in output) == uneven

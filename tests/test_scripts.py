@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from common.artifacts import REPORT
+from common.manifest import MANIFEST
 from tests.conftest import (
     ROOT,
     check_ids,
@@ -178,7 +178,7 @@ def test_whole_chain_and_skipping(tiny_stages, tmp_path):
     out = tmp_path / "draft"
     first = must(script("04_train.py", *train_args(tiny_stages, out)))
     assert "held-out acceptance length" in last_line(first)
-    assert {"config.json", "model.safetensors", "metrics.jsonl", "curves.png", REPORT} <= {
+    assert {"config.json", "model.safetensors", "metrics.jsonl", "curves.png", MANIFEST} <= {
         p.name for p in out.iterdir()
     }
     lines = [json.loads(x) for x in (out / "metrics.jsonl").read_text().splitlines()]
@@ -243,7 +243,7 @@ def test_extraction_that_is_asked_to_stop_resumes_to_the_same_bytes(tiny_stages,
         done = lines_of(journal)
     must(script("03_extract_hidden_states.py", *args))
     assert files_of(out) == files_of(whole)
-    mine, theirs = (json.loads((p / REPORT).read_text()) for p in (out, whole))
+    mine, theirs = (json.loads((p / MANIFEST).read_text()) for p in (out, whole))
     assert mine["content_sha256"] == theirs["content_sha256"]
 
 

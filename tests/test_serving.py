@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from common.cli import UserError
 from common.draft.config import DraftShape
 from common.draft.export import export_draft, serving_layer_ids
 from common.draft.model import Eagle3Draft, initialize
+from common.errors import UserError
 from common.serving import parity
 from common.serving.generation import check_draft
 from common.states.files import hidden_file, read_hidden

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from common.artifacts import REPORT
 from common.data.samples import read_samples
+from common.manifest import MANIFEST
 from common.states.files import hidden_file, read_hidden
 from common.states.folder import open_hidden
 from common.training.loader import RowReader
@@ -59,7 +59,7 @@ def judged(tiny_stages, tmp_path_factory):
 def test_the_best_epoch_is_served_and_the_newest_states_kept(judged):
     out, _, lengths, ends = judged
     best = lengths.index(max(lengths))
-    heldout = json.loads((out / REPORT).read_text())["heldout"]
+    heldout = json.loads((out / MANIFEST).read_text())["heldout"]
     assert (heldout["epoch"], heldout["acceptance_length"]) == (best + 1, max(lengths))
     # every second step but the last, which the draft itself follows
     last = (ends[-1] - 1) // 2 * 2
@@ -95,8 +95,8 @@ def test_a_resume_knows_the_best_epoch(judged, tiny_stages, tmp_path, lost):
     out, more, _, _ = judged
     copy = tmp_path / "draft"
     shutil.copytree(out, copy)
-    report = json.loads((copy / REPORT).read_text())
-    (copy / REPORT).write_text(json.dumps(report | {"status": "in_progress"}))
+    report = json.loads((copy / MANIFEST).read_text())
+    (copy / MANIFEST).write_text(json.dumps(report | {"status": "in_progress"}))
     (copy / "model.safetensors").unlink()
     if lost == "the newest state":
         newest = latest_state(copy / "state")
@@ -127,8 +127,8 @@ progress.Stopper = Stopper
     assert "continuing after step 1 of 1" in must(script("04_train.py", *args)).stdout
     assert weights(out) == weights(whole)
     assert (
-        json.loads((out / REPORT).read_text())["heldout"]
-        == json.loads((whole / REPORT).read_text())["heldout"]
+        json.loads((out / MANIFEST).read_text())["heldout"]
+        == json.loads((whole / MANIFEST).read_text())["heldout"]
     )
 
 
@@ -276,7 +276,7 @@ def test_an_overwrite_that_is_killed_early_keeps_the_old_draft(judged, tiny_stag
     )
     assert script_after(prelude, "04_train.py", *args).returncode == -signal.SIGKILL
     assert files_of(out) == before
-    assert (out / REPORT).read_bytes() == (judged[0] / REPORT).read_bytes()
+    assert (out / MANIFEST).read_bytes() == (judged[0] / MANIFEST).read_bytes()
 
 
 def test_a_state_without_a_report_is_not_gone_on_with(judged, tiny_stages, tmp_path):
@@ -284,7 +284,7 @@ def test_a_state_without_a_report_is_not_gone_on_with(judged, tiny_stages, tmp_p
     out = tmp_path / "draft"
     shutil.copytree(judged[0] / "state", out / "state")
     result = script("04_train.py", *train_args(tiny_stages, out))
-    fails(result, f"holds state without a {REPORT}")
+    fails(result, f"holds state without a {MANIFEST}")
 
 
 def changed_json(path, **more) -> None:
@@ -299,7 +299,7 @@ def test_a_damaged_state_is_refused_by_the_dry_run(judged, tiny_stages, tmp_path
     out, more, _, _ = judged
     copy = tmp_path / "draft"
     shutil.copytree(out, copy)
-    changed_json(copy / REPORT, status="in_progress")
+    changed_json(copy / MANIFEST, status="in_progress")
     (copy / "model.safetensors").unlink()
     newest = latest_state(copy / "state")
     assert newest is not None
@@ -324,7 +324,7 @@ def test_a_damaged_state_is_refused_by_the_dry_run(judged, tiny_stages, tmp_path
 
 def test_the_checkpoint_may_be_read_by_a_server(judged):
     """As every file of ours, whatever safetensors' own manner is."""
-    modes = {(judged[0] / n).stat().st_mode for n in ("config.json", "model.safetensors", REPORT)}
+    modes = {(judged[0] / n).stat().st_mode for n in ("config.json", "model.safetensors", MANIFEST)}
     assert len(modes) == 1
 
 
@@ -364,5 +364,5 @@ def test_nothing_held_out_serves_the_last_step(tiny_stages, tmp_path):
     killed("04_train.py", args, lambda: lines_of(out / "metrics.jsonl") > 3, signal.SIGKILL)
     assert "continuing after step" in must(script("04_train.py", *args)).stdout
     assert weights(out) == weights(whole)
-    assert json.loads((out / REPORT).read_text())["heldout"] is None
+    assert json.loads((out / MANIFEST).read_text())["heldout"] is None
     assert not any("acceptance_length" in x for x in metrics(out))

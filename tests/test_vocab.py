@@ -5,8 +5,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common import artifacts
-from common.cli import UserError
 from common.data.vocab_map import (
     build_map,
     choose_tokens,
@@ -15,6 +13,8 @@ from common.data.vocab_map import (
     load_map,
     merge_counts,
 )
+from common.errors import UserError
+from common.manifest import Stage, write_manifest
 
 
 @given(
@@ -48,8 +48,7 @@ def test_load_map_refuses_arrays_that_disagree(tmp_path):
     np.save(tmp_path / "d2t.npy", d2t)
     np.save(tmp_path / "t2d.npy", t2d)
     digest = files_hash(tmp_path / name for name in ("d2t.npy", "t2d.npy"))
-    made = artifacts.report("vocab", {}, {}, {}, digest, 0)
-    artifacts.write_json(tmp_path / artifacts.REPORT, made)
+    write_manifest(tmp_path, Stage("vocab", {}, {}), {}, digest, 0)
     assert np.array_equal(load_map(tmp_path, 10)[0], d2t)
     other = build_map(np.array([1, 4, 8]), 10)
     for name, array in zip(("d2t", "t2d"), other, strict=True):

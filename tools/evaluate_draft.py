@@ -20,7 +20,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from common import artifacts, cli, progress
+from common import artifacts, cli, errors, progress
+from common.manifest import Output, Stage
 
 STAGE = "evaluate"
 WITH_DRAFT = "with_draft.json"  # what was measured with the draft, until the rest is
@@ -111,7 +112,8 @@ def main() -> None:
         folder = Path(args.hidden_states)
         inputs["extract"] = open_hidden(folder).content_sha256
         stored = parity.stored_sample(folder, draft, model, args.max_seq_len)
-    state = artifacts.earlier_run(out, STAGE, settings, inputs, args.overwrite)
+    stage = Stage(STAGE, settings, inputs)
+    state = Output(out, stage, args.overwrite).earlier_run()
     if state == "complete":
         progress.log((out / "table.txt").read_text(encoding="utf-8").rstrip())
         progress.log(f"evaluate: {out} is complete (--overwrite makes it again)")
@@ -134,16 +136,14 @@ def main() -> None:
         # In a process of its own: it leaves the next load all of a GPU's memory, and some
         # verifiers hang in the second engine of a process (Kimi-K2.5 in vLLM 0.26).
         run_only_draft()
-        state = artifacts.earlier_run(out, STAGE, settings, inputs, False)
-    artifacts.hold_output(out, STAGE, settings, inputs, args.only_draft and args.overwrite, state)
+        state = Output(out, stage, False).earlier_run()
+    output = Output(out, stage, args.only_draft and args.overwrite)
+    output.lock(state)
     if args.only_draft:
         if not measured:
             drafted, counters, checked = run_with_draft(args, model, asked, stored)
-            if args.overwrite:
-                artifacts.empty_output(out)
-            artifacts.write_json(
-                out / artifacts.REPORT, artifacts.report(STAGE, settings, inputs, {}, None, 0)
-            )
+            output.empty()
+            output.begin()
             rest = {"counters": counters, "checked": checked}
             artifacts.write_json(half, dataclasses.asdict(drafted) | rest)
         seconds = time.monotonic() - started
@@ -163,10 +163,7 @@ def main() -> None:
     artifacts.write_json(out / "result.json", result)
     digest = artifacts.sha256_file(out / "result.json")
     seconds = time.monotonic() - started
-    artifacts.write_json(
-        out / artifacts.REPORT,
-        artifacts.report(STAGE, settings, inputs, {"prompts": len(asked)}, digest, seconds),
-    )
+    output.finish({"prompts": len(asked)}, digest, seconds)
     half.unlink()
     progress.log(table)
     low, high = result["interval_95"]
@@ -193,7 +190,7 @@ def run_only_draft() -> None:
         child.wait()
         raise
     if status:
-        cli.finish(status if status > 0 else 128 - status)
+        errors.finish(status if status > 0 else 128 - status)
 
 
 def run_with_draft(args, model, asked, stored) -> tuple:
@@ -219,7 +216,7 @@ def run_with_draft(args, model, asked, stored) -> tuple:
         drafted = generate(llm, asked, *limits, "with draft")
         counters = {k: v - before.get(k, 0) for k, v in spec_counters(llm).items()}
     if not counters["drafts"]:
-        raise cli.UserError("vLLM made no drafts: is the draft served by this vLLM at all?")
+        raise errors.UserError("vLLM made no drafts: is the draft served by this vLLM at all?")
     return drafted, counters, checked
 
 
@@ -292,4 +289,4 @@ def format_table(result: dict, count: int) -> str:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    errors.run(main)

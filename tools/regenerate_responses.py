@@ -20,7 +20,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from common import artifacts, cli, progress
+from common import artifacts, cli, errors, progress
+from common.manifest import Output, Stage
 
 STAGE = "regenerate"
 REFUSED = 20  # prompts of which not one could be asked: then the fault lies elsewhere
@@ -121,7 +122,7 @@ def main() -> None:
         "end_ids": sorted(model.end_ids),
     }
     if args.answers_per_prompt > 1 and args.temperature == 0:
-        raise cli.UserError("--answers-per-prompt over 1 needs --temperature over 0")
+        raise errors.UserError("--answers-per-prompt over 1 needs --temperature over 0")
     inputs = {
         "prompts": sources_digest(sources),
         "tokenizer": tokenizer_fingerprint(args.model_path),
@@ -131,7 +132,8 @@ def main() -> None:
     else:
         weights = preflight.check_weights(model)
         inputs |= preflight.identities(model, weights, out, args.dry_run)
-    state = artifacts.earlier_run(out, STAGE, settings, inputs, args.overwrite)
+    output = Output(out, Stage(STAGE, settings, inputs), args.overwrite)
+    state = output.earlier_run()
     if state == "complete":
         progress.log(f"regenerate: {out} is complete (--overwrite makes it again)")
         return
@@ -150,26 +152,19 @@ def main() -> None:
             " nothing was written"
         )
         return
-    artifacts.hold_output(out, STAGE, settings, inputs, args.overwrite, state)
-    report = functools.partial(artifacts.report, STAGE, settings, inputs)
+    output.lock(state)
 
     # ---------------------------------------------------------------- ask
     answers = out / "responses.jsonl"
     done = {} if args.overwrite else turns.read_answers(answers, args.all_turns)
     before = len(done)
 
-    def begin() -> None:
-        """There is an answer: from here on the folder is this run's."""
-        if args.overwrite:
-            artifacts.empty_output(out)
-        artifacts.write_json(out / artifacts.REPORT, report({}, None, 0))
-
     names = [one.turn_names() for one in asked]
     unfinished = [one for one in asked if resumed(one, done)]
     ended: Counter[str] = Counter(one.final for one in done.values() if one.final)
     if unfinished:
         with backend(args, model, template, longest) as server:
-            ask(args, server, unfinished, sum(map(len, names)), done, ended, answers, begin)
+            ask(args, server, unfinished, sum(map(len, names)), done, ended, answers, output)
     if args.all_turns:
         turns.join_turns(answers, names)
 
@@ -186,7 +181,7 @@ def main() -> None:
         **{f"ended early: {reason}": n for reason, n in sorted(ended.items())},
     }
     digest = artifacts.sha256_file(answers)
-    artifacts.write_json(out / artifacts.REPORT, report(counts, digest, seconds))
+    output.finish(counts, digest, seconds)
     ends = ", ".join(f"{reason} {n}" for reason, n in reasons.most_common())
     if ended:
         ends += "; ended early: " + ", ".join(f"{why} {n}" for why, n in ended.most_common())
@@ -206,9 +201,9 @@ def resumed(asked, done) -> bool:
     return True
 
 
-def ask(args, server, conversations, turns: int, done, ended, path: Path, begin) -> None:
+def ask(args, server, conversations, turns: int, done, ended, path: Path, output: Output) -> None:
     """Have every conversation answered to its end, adding each answer to `done` and the file,
-    and to `ended` why one could not go on; calls `begin` before the first."""
+    and to `ended` why one could not go on; the folder is this run's from the first on."""
     from common.regeneration.turns import Done, Refusal, line_of, turn_summary
 
     at_once = args.concurrency if args.endpoint else args.batch_size
@@ -232,13 +227,14 @@ def ask(args, server, conversations, turns: int, done, ended, path: Path, begin)
                     if refused <= TOLD:
                         progress.log(f"regenerate: {answer.key}: {answer.reason}: {answer.detail}")
                     if not done and (refused == REFUSED or not (waiting or asked)):
-                        raise cli.UserError(
+                        raise errors.UserError(
                             f"{answer.key}: {answer.reason}: {answer.detail}; the first"
                             f" {refused} prompts all failed"
                         )
                     continue
                 if f is None:
-                    begin()
+                    output.empty()
+                    output.begin()
                     f = stack.enter_context(open(path, "a", encoding="utf-8"))
                 line = line_of(one, answer)
                 f.write(json.dumps(line) + "\n")
@@ -252,7 +248,9 @@ def ask(args, server, conversations, turns: int, done, ended, path: Path, begin)
                     waiting.append(one)
     bar.close()
     if waiting or asked:
-        raise cli.Interrupted(stopper.code, f"{len(done)} answers are in {path}; {cli.again()}")
+        raise errors.Interrupted(
+            stopper.code, f"{len(done)} answers are in {path}; {errors.again()}"
+        )
 
 
 # ---------------------------------------------------------------- who is asked
@@ -357,4 +355,4 @@ class Engine:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    errors.run(main)

@@ -14,7 +14,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from common import artifacts, cli, progress
+from common import cli, errors, progress
+from common.manifest import read_manifest
 
 STAGE = "speculators_layout"
 
@@ -40,18 +41,18 @@ def main() -> None:
 
     prepared, vocab_map = samples.prepared_folder(args.prepared_data), Path(args.vocab_map)
     hidden = open_hidden(Path(args.hidden_states))
-    vocab_report = artifacts.read_report(vocab_map, "vocab")
-    size = vocab_report["settings"]["draft_vocab_size"]
-    load_map(vocab_map, vocab_report["settings"]["target_vocab_size"])
+    vocab_manifest = read_manifest(vocab_map, "vocab")
+    size = vocab_manifest.stage.settings["draft_vocab_size"]
+    load_map(vocab_map, vocab_manifest.stage.settings["target_vocab_size"])
     identity = samples.prepared_identity(prepared)
-    check_prepared(identity, prepared, vocab_map, vocab_report, hidden)
+    check_prepared(identity, prepared, vocab_map, vocab_manifest, hidden)
     if hidden.shape[2] == FP8:
-        raise cli.UserError(
+        raise errors.UserError(
             f"{hidden.path}: holds float8 states, which speculators does not read; run 03 with"
             " --storage-dtype bf16"
         )
     if out.exists():
-        raise cli.UserError(f"--output-dir {out}: exists already; choose another or delete it")
+        raise errors.UserError(f"--output-dir {out}: exists already; choose another or delete it")
 
     # ---------------------------------------------------------------- write
     import datasets
@@ -85,4 +86,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    errors.run(main)

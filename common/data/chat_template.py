@@ -17,8 +17,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.cli import UserError
 from common.data.conversations import RowError
+from common.errors import UserError
 
 # Stand for texts in renderings, to find where a template puts them.
 ANSWER, NEXT = "\ue000answer\ue001", "\ue000next\ue001"

@@ -9,7 +9,7 @@ pair            {"prompt", "response" or "completion" or "answer"}: texts, or li
 import json
 from typing import Any
 
-from common.cli import nearest
+from common.errors import nearest
 
 ROLES = {
     "system": "system",

@@ -18,11 +18,11 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from common.cli import UserError
 from common.data.chat_template import Encoded, Template, load_template
 from common.data.conversations import CUT, NO_ANSWER, RowError, bad_row, messages_of, tools_of
 from common.data.samples import SEPARATOR, check_sample, conversation_id
 from common.data.sources import Row
+from common.errors import UserError
 
 # Rows that a worker is handed at once: enough to hide the hand-over, few enough to fill all.
 CHUNK = 64

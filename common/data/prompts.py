@@ -4,12 +4,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from common.cli import UserError
 from common.data.chat_template import Template
 from common.data.conversations import RowError, messages_of, tools_of
 from common.data.encoding import conversation_name
 from common.data.samples import conversation_id
 from common.data.sources import Row
+from common.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from common.artifacts import REPORT, decode_json, must_match, read_report, sha256_file
-from common.cli import UserError
+from common.artifacts import decode_json, sha256_file
+from common.errors import UserError
+from common.manifest import MANIFEST, must_match, read_manifest
 
 if TYPE_CHECKING:
     from common.verifier.config import Verifier
@@ -134,13 +135,13 @@ def check_tokenizer(folder: Path, model: "Verifier") -> None:
     do not tell)."""
     from common.verifier.config import tokenizer_fingerprint
 
-    if not (folder / REPORT).exists():
+    if not (folder / MANIFEST).exists():
         return
-    report = read_report(folder, "prepare")
+    manifest = read_manifest(folder, "prepare")
     must_match(
         "tokenizer",
         folder,
-        report["inputs"].get("tokenizer"),
+        manifest.stage.inputs.get("tokenizer"),
         Path(model.path),
         tokenizer_fingerprint(model.path),
         "pass the --model-path that 01 was run with, or run 01 with this one",
@@ -156,12 +157,12 @@ def prepared_identity(folder: Path) -> str:
     digest = sha256_file(folder / FILE) if (folder / FILE).is_file() else None
     if digest is None:
         raise UserError(f"{folder / FILE}: no such file; run 01_prepare_data.py first")
-    if not (folder / REPORT).exists():
+    if not (folder / MANIFEST).exists():
         return digest
-    report = read_report(folder, "prepare")
-    if report["counts"].get("file_sha256") != digest:
+    manifest = read_manifest(folder, "prepare")
+    if manifest.counts.get("file_sha256") != digest:
         raise UserError(
-            f"{folder / FILE}: was changed after 01 wrote it (its hash is not the one in {REPORT});"
-            " run 01 again, or remove the report to use the file as it is"
+            f"{folder / FILE}: was changed after 01 wrote it (its hash is not the one in"
+            f" {MANIFEST}); run 01 again, or remove the manifest to use the file as it is"
         )
-    return report["content_sha256"]
+    return manifest.content_sha256

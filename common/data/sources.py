@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from common.artifacts import decode_json, sha256_file, sha256_json
-from common.cli import UserError, nearest, one_line, weight_of
 from common.data.conversations import FORMS
+from common.errors import UserError, nearest, one_line
 from common.progress import log
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
@@ -74,6 +74,17 @@ def parse_source(text: str, flag: str = "--dataset") -> Source:
     else:
         options["revision"] = hub_commit(name, options.get("revision"), flag)
     return Source(name, files, **options | {"weight": weight})  # type: ignore[arg-type]
+
+
+def weight_of(value: str, where: str) -> float:
+    """The number of a `weight=..` option; UserError for one that is no share."""
+    try:
+        weight = float(value)
+    except ValueError:
+        weight = 0.0
+    if not 0 < weight < float("inf"):
+        raise UserError(f"{where}: weight is a number over 0")
+    return weight
 
 
 def hub_commit(name: str, revision: str | None, flag: str) -> str | None:

@@ -12,13 +12,13 @@ import numpy as np
 
 from common.artifacts import (
     atomic_file,
-    content_hash,
-    read_report,
     sha256_file,
     sha256_json,
 )
-from common.cli import UserError, weight_of
 from common.data.samples import prepared_folder
+from common.data.sources import weight_of
+from common.errors import UserError
+from common.manifest import read_manifest
 
 # What a share of all loss tokens is counted in; any token seen at all stays over 0.
 SHARES = 2**40
@@ -116,7 +116,7 @@ def files_hash(files: Iterable[Path]) -> str:
 def load_map(folder: Path, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
     """Read (d2t, t2d); UserError unless they are each other's inverse over `vocab_size`, and those
     that the report is of."""
-    report = read_report(folder, "vocab")
+    manifest = read_manifest(folder, "vocab")
     arrays = []
     for name, dtype in (("d2t", np.int64), ("t2d", np.bool_)):
         path = folder / f"{name}.npy"
@@ -143,8 +143,7 @@ def load_map(folder: Path, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
             f" {vocab_size} tokens; run 02 again"
         )
     data = files_hash(folder / f"{name}.npy" for name in ("d2t", "t2d"))
-    identity = content_hash("vocab", report["settings"], report["inputs"], data)
-    if identity != report["content_sha256"]:
+    if manifest.stage.content_sha256(data) != manifest.content_sha256:
         raise UserError(
             f"{folder}: its map is not the one that its report is of; run 02 with --overwrite"
         )

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.artifacts import read_json
-from common.cli import UserError
 from common.draft.config import SHAPE_KEYS, DraftShape
+from common.errors import UserError
 from common.verifier.config import safetensors_header
 
 if TYPE_CHECKING:

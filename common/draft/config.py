@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from common.cli import UserError, nearest
+from common.errors import UserError, nearest
 from common.verifier.config import Verifier
 
 SHAPE_KEYS = (

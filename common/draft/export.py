@@ -7,10 +7,11 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from common.artifacts import DRAFT, fsync_folder
-from common.cli import UserError, again, one_line
+from common.artifacts import fsync_folder
 from common.draft.config import DraftShape
 from common.draft.model import Eagle3Draft
+from common.errors import UserError, again, one_line
+from common.manifest import DRAFT
 from common.verifier.config import Verifier
 
 

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.cli import UserError
 from common.data.samples import Sample
+from common.errors import UserError
 from common.verifier.config import Verifier
 from common.verifier.engine import engine_died
 

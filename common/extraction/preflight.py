@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.artifacts import free_space, held, versions
-from common.cli import UserError
+from common.artifacts import free_space
+from common.errors import UserError
 from common.extraction.batching import PASSES_IN_FLIGHT, RING, SLOTS
+from common.manifest import recorded, versions
 from common.progress import duration, log
 from common.states.files import FP8, bytes_a_token
 from common.verifier.config import (
@@ -103,7 +104,9 @@ def identities(model: Verifier, weights: Weights, out: Path, dry_run: bool) -> d
     In a dry run they may be: then what the report in `out`, if any, says of them.
     """
     if dry_run and not weights.here:
-        return {name: held(out, "inputs", name) or "" for name in ("verifier", "verifier_weights")}
+        return {
+            name: recorded(out, "inputs", name) or "" for name in ("verifier", "verifier_weights")
+        }
     require_weights(model, weights)
     return {"verifier": fingerprint(model), "verifier_weights": weights_fingerprint(model)}
 

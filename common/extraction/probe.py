@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from common.artifacts import PROBE
-from common.cli import UserError, one_line
+from common.errors import UserError, one_line
 from common.extraction import selfcheck
 from common.extraction.forward import Work, forward, one_pass, rank0, reset_engine, start_capture
 from common.extraction.outcomes import raise_write_error
+from common.manifest import PROBE
 from common.progress import log
 from common.states.files import hidden_file
 from common.verifier.engine import SHORTEST

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from common.cli import UserError, again, one_line
+from common.errors import UserError, again, one_line
 from common.extraction import selfcheck
 from common.extraction.forward import (
     Work,

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from common.cli import UserError
 from common.draft.model import rms_norm
+from common.errors import UserError
 from common.states.files import FP8, hidden_file, read_hidden
 
 # Prompt log-probabilities build [T, V] logits that vLLM's memory profiling does not count.

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common.cli import one_line
+from common.errors import one_line
 from common.extraction.batching import RING
 from common.states.files import FP8, file_header, hidden_file, write_parts
 

@@ -8,8 +8,8 @@ import os
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
-from common.cli import UserError, again, one_line
 from common.data.conversations import REASONING
+from common.errors import UserError, again, one_line
 from common.regeneration.turns import Answer, Conversation, Refusal, split_reasoning
 
 # What reading an answer that is no completion ends in.

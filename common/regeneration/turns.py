@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from common.artifacts import atomic_file, decode_json
-from common.cli import UserError, again
 from common.data.chat_template import END_THINK, THINK
 from common.data.conversations import CUT
 from common.data.prompts import Prompt
 from common.data.samples import SEPARATOR
+from common.errors import UserError, again
 
 
 @dataclass(frozen=True)

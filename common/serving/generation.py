@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from common.artifacts import read_json
-from common.cli import UserError
 from common.data.prompts import Prompt
+from common.errors import UserError
 from common.progress import Progress
 from common.verifier.config import Verifier, safetensors_header
 

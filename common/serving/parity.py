@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.artifacts import must_match, read_json
-from common.cli import UserError
+from common.artifacts import read_json
 from common.draft.checkpoint import load_draft
 from common.draft.export import serving_layer_ids
+from common.errors import UserError
+from common.manifest import must_match
 from common.verifier.config import Verifier, fingerprint, read_tensors
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ import numpy as np
 import xxhash
 
 from common.artifacts import atomic_file
-from common.cli import UserError
+from common.errors import UserError
 from common.verifier.config import safetensors_header
 
 if TYPE_CHECKING:

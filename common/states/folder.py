@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from common.artifacts import REPORT, read_json, read_report, sha256_json
-from common.cli import UserError
+from common.artifacts import read_json
 from common.data.samples import read_samples
+from common.errors import UserError
+from common.manifest import MANIFEST, Stage, read_manifest
 from common.progress import Progress, log
 from common.states.files import FP8, check_hidden_file, file_checksum, hidden_file
 from common.states.journal import (
@@ -63,15 +64,15 @@ def open_hidden(path: Path, lone_shard: bool = False) -> HiddenFolder:
     UserError when one is missing, unfinished, made with other settings or data, or not the
     shard that its name says; and for a shard without the others unless `lone_shard`.
     """
-    whole = (path / REPORT).exists()
+    whole = (path / MANIFEST).exists()
     parts = [path] if whole else shard_folders(path)
     if not parts:
-        read_json(path / REPORT)  # says what is wrong
-    reports = [read_report(part, "extract") for part in parts]
-    first = reports[0]
-    settings = {k: v for k, v in first["settings"].items() if k != "shard"}
-    for n, (part, report) in enumerate(zip(parts, reports, strict=True)):
-        theirs = dict(report["settings"])
+        read_json(path / MANIFEST)  # says what is wrong
+    manifests = [read_manifest(part, "extract") for part in parts]
+    first = manifests[0]
+    settings = {k: v for k, v in first.stage.settings.items() if k != "shard"}
+    for n, (part, manifest) in enumerate(zip(parts, manifests, strict=True)):
+        theirs = dict(manifest.stage.settings)
         shard = theirs.pop("shard", None)
         if whole and shard and not lone_shard:
             raise UserError(
@@ -79,7 +80,7 @@ def open_hidden(path: Path, lone_shard: bool = False) -> HiddenFolder:
             )
         if not whole and shard != [n, len(parts)]:
             raise UserError(f"{part}: holds shard {shard}, not the one that its name says")
-        if (theirs, report["inputs"]) != (settings, first["inputs"]):
+        if (theirs, manifest.stage.inputs) != (settings, first.stage.inputs):
             raise UserError(
                 f"{part}: was made with other settings or data than {parts[0]}; make one of them"
                 " again"
@@ -87,26 +88,26 @@ def open_hidden(path: Path, lone_shard: bool = False) -> HiddenFolder:
     lengths: dict[int, int] = {}
     folders: dict[int, Path] = {}
     sums: dict[int, str] = {}
-    for part, report in zip(parts, reports, strict=True):
+    for part, manifest in zip(parts, manifests, strict=True):
         try:
             found = {int(i): int(n) for i, n in read_json(part / LENGTHS).items()}
-            missing = {int(i) for i in report.get("missing", {})}
+            missing = {int(i) for i in manifest.more.get("missing", {})}
         except (TypeError, ValueError):
             raise UserError(f"{part / LENGTHS}: is damaged; make the folder again") from None
         found = {i: n for i, n in found.items() if i not in missing}
-        if len(found) != report["counts"].get("num_samples"):
+        if len(found) != manifest.counts.get("num_samples"):
             raise UserError(
-                f"{part / LENGTHS}: lists {len(found)} samples, {REPORT} says"
-                f" {report['counts'].get('num_samples')}; make the folder again with --overwrite"
+                f"{part / LENGTHS}: lists {len(found)} samples, {MANIFEST} says"
+                f" {manifest.counts.get('num_samples')}; make the folder again with --overwrite"
             )
         lengths |= found
         folders |= dict.fromkeys(found, part)
         if not whole:
             sums |= checksums(read_entries(part))
-    meaning = {"stage": "extract", "settings": settings, "inputs": first["inputs"]}
-    content = first["content_sha256"] if whole else sha256_json(meaning | {"data": digest(sums)})
+    stage = Stage("extract", settings, first.stage.inputs)
+    content = first.content_sha256 if whole else stage.content_sha256(digest(sums))
     lengths = dict(sorted(lengths.items()))
-    return HiddenFolder(path, settings, first["inputs"], content, lengths, folders)
+    return HiddenFolder(path, settings, first.stage.inputs, content, lengths, folders)
 
 
 def refuse_shards(path: Path) -> None:
@@ -198,14 +199,13 @@ def verify_folder(folder: HiddenFolder, prepared: Path) -> tuple[int, int, int, 
 def checked_journal(part: Path) -> tuple[dict[int, str], int]:
     """(checksums, number of missing samples) of one folder, whose journal must be complete and
     the one that its report was written from."""
-    report, entries = read_report(part, "extract"), read_entries(part)
+    manifest, entries = read_manifest(part, "extract"), read_entries(part)
     units, _ = read_plan(part)
     unsettled = [u for u in range(len(units)) if u not in entries]
     if unsettled:
         raise UserError(f"{part}: pass {unsettled[0]} is not in its journal; run 03 again")
     sums = checksums(entries)
-    meaning = {k: report[k] for k in ("stage", "settings", "inputs")} | {"data": digest(sums)}
-    if sha256_json(meaning) != report["content_sha256"]:
+    if manifest.stage.content_sha256(digest(sums)) != manifest.content_sha256:
         raise UserError(f"{part}: its report is not of the files in its journal; run 03 again")
     return sums, len(missing_samples(entries))
 

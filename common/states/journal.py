@@ -24,7 +24,7 @@ from common.artifacts import (
     sha256_json,
     write_json,
 )
-from common.cli import UserError
+from common.errors import UserError
 from common.progress import log
 from common.states.files import file_bytes, hidden_file
 

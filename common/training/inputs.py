@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from common import artifacts, cli
+from common import artifacts, errors
 from common.data.samples import FILE, Sample, prepared_folder, prepared_identity, read_samples
 from common.data.vocab_map import load_map
+from common.manifest import Manifest, must_match, read_manifest
 from common.states.files import check_hidden_file, check_token_ids
 from common.states.folder import HiddenFolder, open_hidden
 from common.verifier.config import Verifier, fingerprint
@@ -34,16 +35,16 @@ def open_data(args, model: Verifier) -> Data:
     read = args.model_path, prepared, vocab_map, args.hidden_states, *init
     artifacts.check_apart(Path(args.output_dir), *read)
     maps = load_map(vocab_map, model.vocab_size)
-    vocab_report = artifacts.read_report(vocab_map, "vocab")
+    vocab_manifest = read_manifest(vocab_map, "vocab")
     hidden = open_hidden(Path(args.hidden_states))
     identities = {
         "prepared": prepared_identity(prepared),
-        "vocab": vocab_report["content_sha256"],
+        "vocab": vocab_manifest.content_sha256,
         "extract": hidden.content_sha256,
         "verifier": fingerprint(model),
     }
-    check_prepared(identities["prepared"], prepared, vocab_map, vocab_report, hidden)
-    artifacts.must_match(
+    check_prepared(identities["prepared"], prepared, vocab_map, vocab_manifest, hidden)
+    must_match(
         "verifier",
         hidden.path,
         hidden.inputs.get("verifier"),
@@ -56,13 +57,15 @@ def open_data(args, model: Verifier) -> Data:
     return Data(prepared, maps, hidden, layers, samples, identities)
 
 
-def check_prepared(identity: str, prepared: Path, vocab_map: Path, vocab_report, hidden) -> None:
+def check_prepared(
+    identity: str, prepared: Path, vocab_map: Path, vocab_manifest: Manifest, hidden: HiddenFolder
+) -> None:
     """UserError unless the map and the states come from this prepared data, of this identity; the
     map may come from several."""
-    counted = vocab_report["inputs"].get("prepared")
+    counted = vocab_manifest.stage.inputs.get("prepared")
     if isinstance(counted, list):
         counted = identity if identity in counted else counted[0]
-    artifacts.must_match(
+    must_match(
         "prepared data",
         vocab_map,
         counted,
@@ -70,7 +73,7 @@ def check_prepared(identity: str, prepared: Path, vocab_map: Path, vocab_report,
         identity,
         "run 02 on this prepared data, or pass the --vocab-map made from it",
     )
-    artifacts.must_match(
+    must_match(
         "prepared data",
         hidden.path,
         hidden.inputs.get("prepared"),
@@ -96,7 +99,7 @@ def read_samples_of(args, prepared: Path, hidden, model) -> dict[int, Sample]:
             ("--max-seq-len", args.max_seq_len),
         ):
             if size > most:
-                raise cli.UserError(
+                raise errors.UserError(
                     f"{prepared / FILE}:{sample.index + 1}: sample {sample.id!r} has {size} tokens,"
                     f" over {flag} {most}; raise it"
                 )
@@ -108,12 +111,12 @@ def check_layers(asked, model, hidden) -> list[int]:
     held = hidden.settings["layers"]
     expected = sorted(asked) if asked else model.default_layers()
     if held != expected:
-        raise cli.UserError(
+        raise errors.UserError(
             f"{hidden.path}: holds layers {held}, expected {expected}; pass the layers that 03"
             " captured as --layers here, or run 03 with other ones"
         )
     if held[-1] != model.num_layers - 1 or len(held) != 4:
-        raise cli.UserError(
+        raise errors.UserError(
             f"{hidden.path}: holds layers {held}; training needs three layers (vLLM feeds a draft"
             f" of this format three) and the final one, {model.num_layers - 1} (the targets); run"
             " 03 with four --layers"
@@ -129,16 +132,16 @@ def choose_compute(device: str, dtype: str, float8: bool):
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
-        raise cli.UserError("--device cuda: torch sees no CUDA GPU")
+        raise errors.UserError("--device cuda: torch sees no CUDA GPU")
     if dtype == "auto":
         fast = device == "cuda" or torch.cpu._is_avx512_bf16_supported()
         dtype = "bfloat16" if fast else "float32"
     if float8 and (device == "cpu" or torch.cuda.get_device_capability() < (8, 9)):
-        raise cli.UserError(
+        raise errors.UserError(
             "--float8: needs a GPU of compute capability 8.9 or later (Ada, Hopper, Blackwell)"
         )
     if float8 and dtype != "bfloat16":
-        raise cli.UserError("--float8: goes with --compute-dtype bfloat16")
+        raise errors.UserError("--float8: goes with --compute-dtype bfloat16")
     return device, getattr(torch, dtype)
 
 
@@ -148,7 +151,7 @@ def require_memory(needed_bytes: int) -> None:
 
     free, _ = torch.cuda.mem_get_info()
     if needed_bytes > free:
-        raise cli.UserError(
+        raise errors.UserError(
             f"needs {needed_bytes / 1e9:.1f} GB of GPU memory and the activations', and"
             f" {free / 1e9:.1f} GB are free; free it, take a larger GPU, or more of them by"
             " torchrun, which share the optimizer's state"

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import torch
 
-from common.cli import UserError
 from common.data.samples import Sample
 from common.draft.packed_row import FILL, PackedRow, make_row
+from common.errors import UserError
 from common.states.files import read_hidden
 from common.states.folder import HiddenFolder
 from common.verifier.config import safetensors_header

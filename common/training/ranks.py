@@ -19,7 +19,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from common.cli import UserError, again, report_error
+from common.errors import UserError, again, report_error
 
 # torchrun asks the ranks to end when one of them has ended, or it was asked itself, and kills them
 # 30 seconds later.

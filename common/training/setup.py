@@ -1,15 +1,14 @@
 """What 04 trains, once everything is checked, and what it trains it with."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from common.draft.checkpoint import initialize_from
 from common.draft.config import DraftShape
 from common.draft.linear_products import Products
+from common.manifest import Output
 from common.progress import log
 from common.training import optimizers, packing
 from common.training.inputs import Data
@@ -27,7 +26,7 @@ from common.verifier.config import Verifier
 class Job:
     """What a run trains, once everything is checked."""
 
-    report: Callable[..., dict[str, Any]]
+    output: Output
     model: Verifier
     shape: DraftShape
     data: Data

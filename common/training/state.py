@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError
 
 from common.artifacts import fsync_folder, read_json, write_json
-from common.cli import UserError, again
+from common.errors import UserError, again
 from common.progress import log
 from common.states.files import file_checksum
 from common.training.optimizers import moments, restore_moments

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from common.cli import UserError
 from common.draft.config import DraftShape, flops_of_step
+from common.errors import UserError
 from common.progress import Progress, log
 from common.training import step
 from common.training.loader import RowReader

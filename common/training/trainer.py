@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from common.cli import UserError
 from common.draft.config import DraftShape
 from common.draft.linear_products import Products
 from common.draft.model import Eagle3Draft, initialize
 from common.draft.packed_row import PackedRow
+from common.errors import UserError
 from common.training import step
 from common.training.loader import RowReader, rows_ahead
 from common.training.ranks import ALONE, GradientSum, Ranks

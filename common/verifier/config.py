@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.artifacts import decode_json, sha256_file, sha256_json
-from common.cli import UserError
+from common.errors import UserError
 
 if TYPE_CHECKING:
     import torch

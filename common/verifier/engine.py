@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.cli import UserError, again, finish, one_line, report_error
+from common.errors import UserError, again, finish, one_line, report_error
 from common.extraction.batching import MAX_SAMPLES_A_PASS, PASSES_IN_FLIGHT
 from common.progress import duration, heartbeat
 from common.verifier.config import Verifier
