@@ -69,7 +69,8 @@ def main() -> None:
     # ---------------------------------------------------------------- check
     from common.data import samples
     from common.data.sources import check_outside, parse_sources, read_rows, sources_digest
-    from common.verifier.config import load_verifier, tokenizer_fingerprint
+    from common.verifier.config import load_verifier
+    from common.verifier.fingerprint import tokenizer_fingerprint
 
     model = load_verifier(args.model_path)
     sources = parse_sources(args.dataset, args.max_samples)

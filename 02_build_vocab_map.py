@@ -149,7 +149,7 @@ def main() -> None:
 
 def special_ids(model_path: str, model) -> set[int]:
     """Ids of the tokenizer's added special tokens, read from its files without loading it."""
-    from common.verifier.config import optional_file
+    from common.verifier.files import optional_file
 
     found = set(model.end_ids)
     for name, ids_of in (

@@ -1,4 +1,4 @@
-"""Stage 3: hidden states of the verifier, a file a sample, by a forward pass in vLLM.
+"""Stage 3: hidden states of the verifier, a file per sample, by a forward pass in vLLM.
 
 Reads tokenized_data.jsonl, loads the verifier in vLLM (--tp-size GPUs) and writes the
 residual stream after each layer of --layers (0-based; the last is the final layer before
@@ -11,13 +11,13 @@ import time
 from pathlib import Path
 
 from common import artifacts, cli, errors, progress
+from common.extraction.settings import ExtractSettings
 from common.manifest import PROBE, Output, Stage, must_match
 
 STAGE = "extract"
-STORAGE = {"bf16": "bfloat16", "fp8": "float8_e4m3fn"}
 
 
-def parse_args():
+def parse_args() -> ExtractSettings:
     p = cli.Parser(STAGE, __doc__)
     p.add_common("--model-path", "--prepared-data", "--output-dir", "--max-samples")
     p.add_common("--max-seq-len", "--layers")
@@ -41,7 +41,7 @@ def parse_args():
         "--storage-dtype",
         default="auto",
         choices=["auto", "bf16", "fp8", "bfloat16", "float32"],
-        help="of the files (default: the verifier's); fp8 is e4m3 with a scale a token and layer,"
+        help="of the files (default: the verifier's); fp8 is e4m3 with a scale per token and layer,"
         " half the disk",
     )
     p.add_argument(
@@ -75,234 +75,165 @@ def parse_args():
         args.shard_index = 0
     if args.shard_index is None or args.shard_index >= args.num_shards:
         p.error(f"--num-shards {args.num_shards} needs --shard-index 0 to {args.num_shards - 1}")
-    return args
+    return cli.as_settings(args, ExtractSettings)
 
 
 def main() -> None:
-    args = parse_args()
+    flags = parse_args()
     progress.quiet_libraries()
     started = time.monotonic()
-    out = Path(args.output_dir)
+    out = Path(flags.output_dir)
 
     # ---------------------------------------------------------------- check
-    from common.data import samples
+    from common.data.samples import (
+        FILE,
+        check_tokenizer,
+        prepared_folder,
+        prepared_identity,
+        read_samples,
+    )
     from common.extraction import preflight
-    from common.states import journal
+    from common.extraction.batching import Batch
+    from common.extraction.work import Work
+    from common.states import folder, journal
     from common.states.files import file_bytes
-    from common.states.folder import refuse_shards, shard_folder
-    from common.verifier import engine
     from common.verifier.config import load_verifier
+    from common.verifier.weights import check_weights, identities
 
-    if args.num_shards > 1:
-        out = shard_folder(out, args.shard_index, args.num_shards)
-    elif not args.verify:
-        refuse_shards(out)
-    folder = samples.prepared_folder(args.prepared_data)
-    artifacts.check_apart(out, folder, args.model_path)
-    if args.verify:
-        verify(out, folder, started)
+    if flags.num_shards > 1:
+        out = folder.shard_folder(out, flags.shard_index, flags.num_shards)
+    elif not flags.verify:
+        folder.refuse_shards(out)
+    prepared = prepared_folder(flags.prepared_data)
+    artifacts.check_apart(out, prepared, flags.model_path)
+    if flags.verify:
+        verify(out, prepared, started)
         return
-    engine.check_engine_args(args.engine_args)
-    model = load_verifier(args.model_path)
-    layers = check_layers(args.layers or model.default_layers(), model)
-    dtype = check_dtype(args.dtype, model)
-    storage = STORAGE.get(args.storage_dtype, args.storage_dtype)
-    storage = dtype if storage == "auto" else storage
-    preflight.check_divides(model, args.tp_size)
-    weights = preflight.check_weights(model)
-    settings = run_settings(args, layers, model, dtype, storage)
-    inputs = {"prepared": samples.prepared_identity(folder)}
-    samples.check_tokenizer(folder, model)
-    inputs |= preflight.identities(model, weights, out, args.dry_run)
-    output = Output(out, Stage(STAGE, settings, inputs), args.overwrite)
+    preflight.check_engine_args(flags.engine_args)
+    model = load_verifier(flags.model_path)
+    capture = preflight.resolve_capture(flags, model)
+    preflight.check_divides(model, flags.tp_size)
+    weights = check_weights(model)
+    inputs = {"prepared": prepared_identity(prepared)}
+    check_tokenizer(prepared, model)
+    inputs |= identities(model, weights, out, flags.dry_run)
+    output = Output(out, Stage(STAGE, capture.settings(flags), inputs), flags.overwrite)
     state = output.earlier_run()
 
     # ---------------------------------------------------------------- plan
-    shape = len(layers), model.hidden_size, storage
     if state == "none":
-        units, lengths, data = plan_passes(args, model, folder)
+        plan, samples = preflight.plan_samples(flags, model, prepared)
         done = {}
     else:
-        units, lengths = journal.read_plan(out)
-        check_longest(args, model, folder, lengths)
-        done = journal.settled_units(out, units, lengths, shape)
+        plan = journal.read_plan(out)
+        preflight.check_longest(flags, model, prepared, plan.lengths)
+        done = journal.settled_batches(out, plan, capture.form)
     missing = journal.missing_samples(done)
-    if state == "complete" and len(done) == len(units) and len(missing) <= args.allow_missing:
+    complete = len(done) == len(plan.batches) and len(missing) <= flags.allow_missing
+    if state == "complete" and complete:
         progress.log(f"extract: {out} is complete (--overwrite makes it again)")
         return
-    todo = [(u, units[u]) for u in range(len(units)) if u not in done]
-    if len(missing) > args.allow_missing:  # what failed before is tried again
-        todo += [(u, [int(i) for i in e["missing"]]) for u, e in done.items() if e["missing"]]
+    todo = [Batch(n, indices) for n, indices in enumerate(plan.batches) if n not in done]
+    if len(missing) > flags.allow_missing:  # what failed before is tried again
+        todo += [Batch(n, [*entry.missing]) for n, entry in done.items() if entry.missing]
+    indices = {i for batch in todo for i in batch.indices}
     if state != "none":
-        only = {i for _, indices in todo for i in indices}
-        found = samples.read_samples(folder, args.max_samples, model.vocab_size, only)
-        data = {s.index: s for s in found}
-    todo_bytes = sum(file_bytes(lengths[i], *shape) for _, m in todo for i in m)
-    lines = preflight.work_lines(args, units, lengths, done, storage, todo_bytes, out)
-    preflight.check_plan(args, model, weights, settings, lines)
-    artifacts.require_space(out, todo_bytes, args.overwrite, "lower --max-samples")
-    if args.dry_run:
+        found = read_samples(prepared, flags.max_samples, model.vocab_size, indices)
+        samples = {s.index: s for s in found}
+    todo_bytes = sum(file_bytes(plan.lengths[i], capture.form) for i in indices)
+    so_far = preflight.Progressed(plan, done, todo_bytes)
+    preflight.check_plan(flags, capture, weights, so_far, out)
+    artifacts.require_space(out, todo_bytes, flags.overwrite, "lower --max-samples")
+    if flags.dry_run:
         progress.log("extract: dry run, every check passed; nothing was loaded or written")
         return
     output.lock(state)
 
     # ---------------------------------------------------------------- load and work
     if todo:
-        from common.extraction.forward import Work
-
-        samples_todo = {i: data[i] for _, indices in todo for i in indices}
-        tokens = sum(lengths.values())
-        work = Work(model, layers, dtype, storage, args.max_batch_tokens, samples_todo, todo,
-                    out, tokens)  # fmt: skip
-        extract(args, work, output, units, lengths, done)
+        samples = {i: samples[i] for batch in todo for i in batch.indices}
+        work = Work(capture, out, todo, samples, flags.max_batch_tokens, plan.tokens)
+        extract(flags, work, output, plan, done)
     missing = journal.missing_samples(done)
-    if len(missing) > args.allow_missing:
+    if len(missing) > flags.allow_missing:
         first = min(missing)
         raise errors.UserError(
-            f"{len(missing)} of {len(lengths)} samples have no hidden states, the first on line"
-            f" {first + 1} of {folder / samples.FILE}: {missing[first]}. Run again to try them once"
-            f" more, or accept it with --allow-missing {len(missing)}; mended data are other data,"
-            " extracted anew"
+            f"{len(missing)} of {len(plan.lengths)} samples have no hidden states, the first on"
+            f" line {first + 1} of {prepared / FILE}: {missing[first]}. Run again to retry them, or"
+            f" accept it with --allow-missing {len(missing)}; after a change of the data, run 01"
+            " again and extract into a new --output-dir"
         )
 
     # ---------------------------------------------------------------- report
-    finish(output, units, lengths, done, shape, started)
+    finish(output, plan, done, started)
 
 
-def run_settings(args, layers: list[int], model, dtype: str, storage: str) -> dict:
-    """What gives the folder's files their meaning; a resume must have the same."""
-    from common.extraction.batching import MAX_SAMPLES_A_PASS
-
-    settings = {
-        "layers": layers,
-        "layer_convention": "output",
-        "hidden_size": model.hidden_size,
-        "dtype": storage,
-        "verifier_dtype": dtype,
-        "max_samples": args.max_samples,
-        # Batch layout moves low bits: a resume must keep it.
-        "max_batch_tokens": args.max_batch_tokens,
-        "batch_size": min(args.batch_size, MAX_SAMPLES_A_PASS),
-        "tp_size": args.tp_size,
-        "engine_args": args.engine_args,
-    }
-    if args.num_shards > 1:
-        settings["shard"] = [args.shard_index, args.num_shards]
-    return settings
-
-
-def plan_passes(args, model, folder: Path):
-    """Read and check all samples; returns (passes, lengths, samples) of this shard."""
-    from common.data import samples
-    from common.extraction import batching
-
-    found = samples.read_samples(folder, args.max_samples, model.vocab_size)
-    data = {s.index: s for s in found}
-    lengths = {i: len(s.input_ids) for i, s in data.items()}
-    check_longest(args, model, folder, lengths)
-    units = batching.plan_units(lengths, args.max_batch_tokens, args.batch_size)
-    if args.num_shards > len(units):
-        raise errors.UserError(
-            f"--num-shards {args.num_shards}: the samples make {len(units)} forward passes; use"
-            " fewer shards or a lower --max-batch-tokens"
-        )
-    if args.num_shards > 1:
-        units = batching.deal_units(units, lengths, args.num_shards, args.shard_index)
-        lengths = {i: lengths[i] for unit in units for i in unit}
-        data = {i: data[i] for i in lengths}
-    return units, lengths, data
-
-
-def check_longest(args, model, folder: Path, lengths: dict[int, int]) -> None:
-    from common.data import samples
-
-    index = max(lengths, key=lambda i: lengths[i])
-    limit = min(model.longest_sample(args.max_seq_len), args.max_batch_tokens)
-    if lengths[index] > limit:
-        raise errors.UserError(
-            f"{folder / samples.FILE}:{index + 1}: the sample has {lengths[index]} tokens, over"
-            f" {limit} (the least of --max-seq-len {args.max_seq_len}, --max-batch-tokens"
-            f" {args.max_batch_tokens} and the model's positions less one); raise the flag or"
-            " prepare shorter samples with 01"
-        )
-
-
-def extract(args, work, output, units, lengths, done) -> None:
-    """Load the verifier, check the capture, and run the passes of `work` into `done`."""
-    from common.extraction import probe, runner
+def extract(flags: ExtractSettings, work, output: Output, plan, done) -> None:
+    """Load the verifier, check the capture, and run the batches of `work` into `done`."""
+    from common.extraction import engine, probe, runner
     from common.states import journal
-    from common.verifier import engine
-    from common.verifier.config import read_tensors
+    from common.verifier.engine import engine_died, failed, prepare_environment, running
+    from common.verifier.tensors import read_tensors
 
-    model, out = work.model, work.out
-    head = read_tensors(model, ("norm", "lm_head"))
-    engine.prepare_environment(args.tp_size)
+    out = output.folder
+    head = read_tensors(work.capture.model, ("norm", "lm_head"))
+    prepare_environment(flags.tp_size)
     loading = time.monotonic()
-    engine_args = engine.capture_engine_args(
-        model,
-        tp_size=args.tp_size,
-        longest=max(lengths.values()),
-        max_batch_tokens=args.max_batch_tokens,
-        batch_size=args.batch_size,
-        dtype=work.verifier_dtype,
-        gpu_memory_utilization=args.gpu_memory_utilization,
-        trust_remote_code=args.trust_remote_code,
-        executor=args.engine_args.get("distributed_executor_backend"),
-    )
-    timeout = args.load_timeout * 60
-    with engine.running(engine_args, args.engine_args, "extract", timeout) as llm:
+    engine_args = engine.capture_engine_args(flags, work.capture, max(plan.lengths.values()))
+    with running(engine_args, flags.engine_args, STAGE, flags.load_timeout * 60) as llm:
         took = progress.duration(time.monotonic() - loading)
         progress.log(f"extract: verifier loaded in {took}")
-        engine.require_kv_cache(llm, [indices for _, indices in work.todo], lengths)
+        engine.require_kv_cache(llm, [batch.indices for batch in work.todo], plan.lengths)
         stopper = progress.Stopper()
         try:
             checked = probe.run_probe(llm, work, head, resumed=bool(done))
             del head  # 2.3 GB of Kimi-K2.5
             # From here on the folder holds data, and belongs to these settings.
             output.empty(PROBE)
-            journal.write_plan(out, units, lengths)
+            journal.write_plan(out, plan)
             output.begin()
             with journal.Journal(out, done) as record:
-                runner.run_units(llm, work, record, checked, stopper)
+                runner.run_batches(llm, work, record, checked, stopper)
         except Exception as e:
-            if engine.failed(llm) and not isinstance(e, errors.UserError):
-                raise engine.engine_died(errors.one_line(e)) from e
+            if failed(llm) and not isinstance(e, errors.UserError):
+                raise engine_died(errors.one_line(e)) from e
             raise
         finally:
             shutil.rmtree(out / PROBE, ignore_errors=True)
-    left = [unit for unit, _ in work.todo if unit not in record.settled]
+    left = [batch.number for batch in work.todo if batch.number not in record.settled]
     if left and not stopper.code:
-        raise RuntimeError(f"passes {left[:5]} were neither finished nor given up")
+        raise RuntimeError(f"batches {left[:5]} were neither finished nor given up")
     if left:
+        count = len(plan.batches)
         raise errors.Interrupted(
             stopper.code,
-            f"{len(units) - len(left)} of {len(units)} passes are in {out}; {errors.again()} to"
-            " continue",
+            f"{count - len(left)} of {count} batches are in {out}; {errors.again()} to continue",
         )
 
 
-def finish(output: Output, units, lengths, done, shape, started: float) -> None:
+def finish(output: Output, plan, done, started: float) -> None:
     """Write the manifest and print what a careful person would look up."""
-    out, settings = output.folder, output.stage.settings
     from common.states import journal
-    from common.states.files import file_bytes, hidden_file
+    from common.states.files import StatesFormat, file_bytes, hidden_file
 
-    shutil.rmtree(out / PROBE, ignore_errors=True)  # of a run killed after its last pass
+    out, settings = output.folder, output.stage.settings
+    form = StatesFormat(len(settings["layers"]), settings["hidden_size"], settings["dtype"])
+    shutil.rmtree(out / PROBE, ignore_errors=True)  # of a run killed after its last batch
     missing, sums = journal.missing_samples(done), journal.checksums(done)
-    kept = {i: lengths[i] for i in sums}
-    tokens, seconds = sum(kept.values()), sum(entry["seconds"] for entry in done.values())
-    planned = sum(file_bytes(n, *shape) for n in kept.values())
+    kept = {i: plan.lengths[i] for i in sums}
+    tokens, seconds = sum(kept.values()), sum(entry.seconds for entry in done.values())
+    planned = sum(file_bytes(n, form) for n in kept.values())
     folders = sorted({hidden_file(out, i).parent for i in kept})
-    size = sum(f.stat().st_size for folder in folders for f in folder.glob("hs_*.safetensors"))
+    size = sum(f.stat().st_size for rows in folders for f in rows.glob("hs_*.safetensors"))
     counts = {
         "num_samples": len(kept),
         "total_tokens": tokens,
-        "forward_passes": len(units),
+        "forward_passes": len(plan.batches),
         "missing_samples": len(missing),
     }
     output.finish(
         counts,
-        journal.digest(sums),
+        journal.data_sha256(sums),
         time.monotonic() - started,
         extract_seconds=round(seconds, 2),
         missing={str(i): why for i, why in missing.items()},
@@ -322,57 +253,29 @@ def finish(output: Output, units, lengths, done, shape, started: float) -> None:
     )
 
 
-def verify(out: Path, folder: Path, started: float) -> None:
+def verify(out: Path, prepared: Path, started: float) -> None:
     """--verify: read a finished folder, or all its shards, again."""
-    from common.data import samples
-    from common.states.folder import open_hidden, verify_folder
+    from common.data.samples import prepared_identity
+    from common.states.folder import open_hidden
+    from common.states.verify import verify_folder
 
     found = open_hidden(out, lone_shard=True)
     must_match(
         "prepared data",
         out,
         found.inputs.get("prepared"),
-        folder,
-        samples.prepared_identity(folder),
+        prepared,
+        prepared_identity(prepared),
         "pass the --prepared-data it was made from",
     )
-    files, tokens, size, missing = verify_folder(found, folder)
+    read = verify_folder(found, prepared)
     seconds = time.monotonic() - started
     progress.log(
-        f"verify: {files} files, {tokens} tokens, {size / 1e9:.2f} GB in {out} are whole, finite"
-        f" and as prepared; {progress.duration(seconds)} ({size / 1e9 / seconds:.2f} GB/s)"
-        + (f"; {missing} samples are missing, as allowed" if missing else "")
+        f"verify: {read.files} files, {read.tokens} tokens, {read.bytes / 1e9:.2f} GB in {out} are"
+        f" complete, finite and as prepared; {progress.duration(seconds)}"
+        f" ({read.bytes / 1e9 / seconds:.2f} GB/s)"
+        + (f"; {read.missing} samples are missing, as allowed" if read.missing else "")
     )
-
-
-def check_layers(layers: list[int], model) -> list[int]:
-    wrong = [i for i in layers if not 0 <= i < model.num_layers]
-    if wrong or len(set(layers)) != len(layers):
-        raise errors.UserError(
-            f"--layers {' '.join(map(str, layers))}: expected distinct layers from 0 to"
-            f" {model.num_layers - 1}"
-        )
-    if len(layers) != 4 or max(layers) != model.num_layers - 1:
-        raise errors.UserError(
-            f"--layers {' '.join(map(str, layers))}: expected three aux layers, as vLLM feeds a"
-            f" draft, and the final one, {model.num_layers - 1}, from which 04 makes its targets"
-        )
-    return sorted(layers)
-
-
-def check_dtype(dtype: str, model) -> str:
-    """Resolve `auto` to the verifier's dtype; refuse float16 where vLLM rescales the stream."""
-    if dtype == "auto":
-        dtype = str(model.text.get("dtype") or model.text.get("torch_dtype") or "bfloat16")
-        dtype = dtype.removeprefix("torch.")
-    if dtype not in ("bfloat16", "float16", "float32"):
-        raise errors.UserError(f"the verifier's dtype is {dtype!r}; pass --dtype")
-    if dtype == "float16" and "kv_lora_rank" in model.text:
-        raise errors.UserError(
-            "--dtype float16: vLLM divides the residual stream of DeepSeek-class models by"
-            " routed_scaling_factor in float16; use bfloat16"
-        )
-    return dtype
 
 
 if __name__ == "__main__":

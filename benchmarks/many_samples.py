@@ -24,7 +24,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from common.states.files import file_bytes, hidden_file
+from common.states.files import StatesFormat, file_bytes, hidden_file
 from tests.tiny_models import make_llama
 
 
@@ -48,9 +48,9 @@ def command(folder: Path, out: Path) -> list[str]:
 
 
 def finish_all_but(out: Path, left: int) -> None:
-    """Give the passes of the plan, all but the last `left`, files and journal lines."""
-    report = json.loads((out / "data_config.json").read_text())["settings"]
-    shape = len(report["layers"]), report["hidden_size"], report["dtype"]
+    """Give the batches of the plan, all but the last `left`, files and journal lines."""
+    settings = json.loads((out / "data_config.json").read_text())["settings"]
+    form = StatesFormat(len(settings["layers"]), settings["hidden_size"], settings["dtype"])
     lengths = {int(i): n for i, n in json.loads((out / "sample_lengths.json").read_text()).items()}
     units = json.loads((out / "plan.json").read_text())["units"]
     with open(out / "journal.jsonl", "w") as journal:
@@ -59,7 +59,7 @@ def finish_all_but(out: Path, left: int) -> None:
                 path = hidden_file(out, i)
                 path.parent.mkdir(exist_ok=True)
                 with open(path, "wb") as f:
-                    f.truncate(file_bytes(lengths[i], *shape))
+                    f.truncate(file_bytes(lengths[i], form))
             sums = {str(i): "0" * 32 for i in members}
             entry = {"unit": unit, "seconds": 0.01, "checksums": sums, "missing": {}}
             journal.write(json.dumps(entry) + "\n")

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from common.states.files import hidden_file, read_hidden
-from common.verifier.config import load_verifier, read_tensors
+from common.verifier.config import load_verifier
+from common.verifier.tensors import read_tensors
 from tests.conftest import must, script, write_jsonl
 from tests.tiny_models import ARCHITECTURES, make_rows
 

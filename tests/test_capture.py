@@ -9,13 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import UserError
-from common.extraction import forward
-from common.extraction.capture import CaptureError, find_decoder
+from common.extraction import engine
+from common.extraction.capture import CaptureError
+from common.extraction.preflight import resolve_capture
 from common.extraction.selfcheck import check_final_layer, check_received
+from common.extraction.settings import ExtractSettings
 from common.extraction.writer import match_rows
 from common.states.files import file_checksum, hidden_file, read_hidden
-from common.verifier import engine
-from common.verifier.config import load_verifier, read_tensors
+from common.verifier.config import load_verifier
+from common.verifier.decoder import find_decoder
+from common.verifier.engine import start_engine, stop_engine
+from common.verifier.tensors import read_tensors
 
 LAYERS = [2, 15, 27, 29]
 TEXTS = [
@@ -32,40 +36,36 @@ def captured(smollm2, tokenizer, tmp_path_factory):
     """States of TEXTS by real vLLM in float32: {"together": folder, "alone": folder} and more."""
     model = load_verifier(str(smollm2))
     samples = [(i, np.array(tokenizer.encode(t), np.int32)) for i, t in enumerate(TEXTS)]
-    args = engine.capture_engine_args(
-        model,
-        tp_size=1,
-        longest=512,
-        max_batch_tokens=1024,
-        batch_size=128,
-        dtype="float32",
-        gpu_memory_utilization=0.5,
-        trust_remote_code=False,
-    )
-    llm: Any = engine.start_engine(args, {})
+    flags = ExtractSettings(
+        model_path=str(smollm2), prepared_data="", output_dir="", max_samples=None,
+        max_seq_len=512, layers=LAYERS, tp_size=1, max_batch_tokens=1024, batch_size=128,
+        gpu_memory_utilization=0.5, dtype="float32", storage_dtype="auto", num_shards=1,
+        shard_index=0, allow_missing=0, engine_args={}, load_timeout=120, verify=False,
+        dry_run=False, overwrite=False, trust_remote_code=False,
+    )  # fmt: skip
+    capture = resolve_capture(flags, model)
+    llm: Any = start_engine(engine.capture_engine_args(flags, capture, 512), {})
     llm.collective_rpc("ignore_signals")
-    shape = (1024, model.hidden_size)
-    forward.rank0(llm, "capture_start", LAYERS, model.num_layers, shape, "float32")
+    engine.start_capture(llm, capture, 1024, "float32")
 
     def run(batch, folder, **more):
-        outputs = forward.forward(llm, batch, **more)
-        answer = forward.rank0(llm, "capture_submit", 0, batch, str(folder))
-        assert answer["passes"] == 1
-        (result,) = answer["finished"] + forward.rank0(llm, "capture_finish")
-        assert result["bad"] == []
-        assert result["checksums"] == {i: file_checksum(hidden_file(folder, i)) for i, _ in batch}
+        outputs = engine.forward(llm, batch, **more)
+        finished = engine.written(engine.rank0(llm, "capture_submit", 0, batch, str(folder)))
+        (result,) = finished + engine.rank0(llm, "capture_finish")
+        assert result.bad == []
+        assert result.checksums == {i: file_checksum(hidden_file(folder, i)) for i, _ in batch}
         return outputs
 
     folder = tmp_path_factory.mktemp("captured")
-    forward.rank0(llm, "capture_check_layers", True)
+    engine.rank0(llm, "capture_check_layers", True)
     outputs = run(samples[:4], folder / "together", prompt_logprobs=0)
-    received = forward.rank0(llm, "capture_check_layers", False)
+    received = engine.rank0(llm, "capture_check_layers", False)
     run(samples[4:], folder / "together")
     for one in samples:
         run([one], folder / "alone")
     run(samples[::-1][1:], folder / "reversed")
     llm.collective_rpc("capture_stop")
-    engine.stop_engine(llm)
+    stop_engine(llm)
     logprobs = {
         i: [p[t].logprob for t, p in zip(ids.tolist()[1:], o.prompt_logprobs[1:], strict=True)]
         for (i, ids), o in zip(samples[:4], outputs, strict=True)
@@ -105,11 +105,11 @@ def test_final_layer_reproduces_the_logprobs_and_the_one_before_does_not(capture
     tensors = read_tensors(captured["model"], ("norm", "lm_head"))
     eps = captured["model"].rms_norm_eps
     norm, head = tensors["norm"].float(), tensors["lm_head"].float()
-    mean, count = check_final_layer(
+    found = check_final_layer(
         captured["folder"] / "together", captured["logprobs"], norm, head, eps
     )
-    assert mean < 1e-4
-    assert count == sum(len(ids) - 1 for _, ids in captured["samples"][:4])
+    assert found.mean < 1e-4
+    assert found.tokens == sum(len(ids) - 1 for _, ids in captured["samples"][:4])
     for index, _ in captured["samples"][:4]:
         hidden_TLH, ids_T = read_hidden(hidden_file(captured["folder"] / "together", index))
         write_sample(tmp_path, index, hidden_TLH[:, :-1], ids_T)  # ends at layer 27
@@ -154,5 +154,5 @@ def test_a_missing_or_cut_sample_is_an_error():
 
 def test_unknown_model_lists_its_modules():
     model = torch.nn.ModuleDict({"blocks": torch.nn.ModuleList([torch.nn.Linear(2, 2)])})
-    with pytest.raises(CaptureError, match="blocks"):
+    with pytest.raises(UserError, match="blocks"):
         find_decoder(model, 4)

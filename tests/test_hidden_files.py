@@ -12,19 +12,20 @@ from safetensors.torch import load_file, save
 
 from common.artifacts import sha256_json
 from common.errors import UserError
-from common.extraction.batching import deal_units, plan_units
+from common.extraction.batching import deal_batches, plan_batches
 from common.extraction.writer import Rows, write_rows
 from common.manifest import MANIFEST
 from common.states.files import (
     FP8,
-    bytes_a_token,
+    StatesFormat,
     file_bytes,
     hidden_file,
     quantize_rows,
     read_hidden,
 )
-from common.states.folder import all_finite, open_hidden
-from common.states.journal import checksums, digest
+from common.states.folder import open_hidden
+from common.states.journal import checksums, data_sha256
+from common.states.verify import all_finite
 from tests.conftest import extract_args, files_of, last_line, must, script
 
 
@@ -50,12 +51,14 @@ def test_files_are_what_the_safetensors_library_writes(tmp_path, dtype):
     if dtype == torch.float8_e4m3fn:
         tensors["hidden_states_scale"] = scale
     assert path.read_bytes() == save(tensors)
-    assert path.stat().st_size == file_bytes(7, 4, 24, str(dtype).removeprefix("torch."))
+    assert path.stat().st_size == file_bytes(
+        7, StatesFormat(4, 24, str(dtype).removeprefix("torch."))
+    )
 
 
 def test_bytes_a_token_of_kimi():
-    assert bytes_a_token(4, 7168, "bfloat16") == 57_344 + 8
-    assert bytes_a_token(4, 7168, FP8) == 28_672 + 16 + 8
+    assert StatesFormat(4, 7168, "bfloat16").bytes_per_token == 57_344 + 8
+    assert StatesFormat(4, 7168, FP8).bytes_per_token == 28_672 + 16 + 8
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from([1e-6, 1.0, 1e4]))
@@ -104,8 +107,8 @@ lengths = st.dictionaries(st.integers(0, 5000), st.integers(1, 64), min_size=1, 
 
 @given(lengths, st.integers(64, 200), st.integers(1, 9))
 def test_shards_share_the_passes_evenly_by_tokens(lengths, budget, count):
-    units = plan_units(lengths, budget)
-    shards = [deal_units(units, lengths, count, n) for n in range(count)]
+    units = plan_batches(lengths, budget)
+    shards = [deal_batches(units, lengths, count, n) for n in range(count)]
     assert sorted(map(tuple, (u for s in shards for u in s))) == sorted(map(tuple, units))
     loads = [sum(lengths[i] for u in s for i in u) for s in shards]
     assert max(loads) - min(loads) <= budget
@@ -179,7 +182,7 @@ def test_verify_finds_what_is_wrong(tiny_stages, tmp_path, spoil, journal, text)
         (out / "journal.jsonl").write_text("".join(json.dumps(e) + "\n" for e in entries))
         report = json.loads((out / MANIFEST).read_text())
         meaning = {k: report[k] for k in ("stage", "settings", "inputs")}
-        data = digest(checksums({e["unit"]: e for e in entries}))
+        data = data_sha256(checksums({e["unit"]: e for e in entries}))
         report["content_sha256"] = sha256_json(meaning | {"data": data})
         (out / MANIFEST).write_text(json.dumps(report))
     result = verify(tiny_stages, out)

@@ -8,13 +8,10 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from common.errors import UserError
-from common.extraction.preflight import Gpu, Memory, check_gpus, check_host, cpu_vllm
-from common.verifier.config import (
-    fingerprint,
-    load_verifier,
-    safetensors_header,
-    weights_fingerprint,
-)
+from common.extraction.memory import Gpu, Memory, check_gpus, check_host, cpu_vllm
+from common.tensor_files import read_header
+from common.verifier.config import load_verifier
+from common.verifier.fingerprint import fingerprint, weights_fingerprint
 from tests.conftest import extract_args, last_line, must, script, write_jsonl
 
 # Its published config.json, the part that stage 3 reads.
@@ -196,7 +193,7 @@ def test_a_config_that_is_not_of_the_weights_is_refused(tiny_stages, tmp_path, c
 
 def test_an_index_that_is_not_of_the_files_is_refused(tiny_stages, tmp_path):
     model = copied(tiny_stages["model"], tmp_path / "m")
-    names = {k: "model.safetensors" for k in safetensors_header(model / "model.safetensors")}
+    names = {k: "model.safetensors" for k in read_header(model / "model.safetensors")}
     names["model.layers.5.mlp.extra.weight"] = "model.safetensors"
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
     stages = tiny_stages | {"model": model}

@@ -17,7 +17,8 @@ from common.serving.generation import check_draft
 from common.states.files import hidden_file, read_hidden
 from common.states.folder import open_hidden
 from common.verifier import engine
-from common.verifier.config import load_verifier, read_tensors
+from common.verifier.config import load_verifier
+from common.verifier.tensors import read_tensors
 from tests.conftest import must, script, write_jsonl
 
 

@@ -73,12 +73,13 @@ def main() -> None:
     # ---------------------------------------------------------------- check
     from common.data import chat_template, prompts
     from common.data.sources import parse_sources, read_rows, sources_digest
-    from common.extraction import preflight
     from common.serving import parity
     from common.serving.generation import check_draft, generate, warm_up
     from common.states.folder import open_hidden
     from common.verifier import engine
-    from common.verifier.config import load_verifier, tokenizer_fingerprint
+    from common.verifier.config import load_verifier
+    from common.verifier.fingerprint import tokenizer_fingerprint
+    from common.verifier.weights import check_weights, identities
 
     model = load_verifier(args.model_path)
     draft = Path(args.draft)
@@ -105,8 +106,8 @@ def main() -> None:
         "draft_config": artifacts.sha256_file(draft / "config.json"),
         "tokenizer": tokenizer_fingerprint(args.model_path),
     }
-    weights = preflight.check_weights(model)
-    inputs |= preflight.identities(model, weights, out, args.dry_run)
+    weights = check_weights(model)
+    inputs |= identities(model, weights, out, args.dry_run)
     stored = None
     if args.hidden_states:
         folder = Path(args.hidden_states)

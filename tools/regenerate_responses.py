@@ -97,9 +97,10 @@ def main() -> None:
     from common.data import chat_template, prompts
     from common.data.conversations import CUT
     from common.data.sources import parse_sources, read_rows, sources_digest
-    from common.extraction import preflight
     from common.regeneration import turns
-    from common.verifier.config import fingerprint, load_verifier, tokenizer_fingerprint
+    from common.verifier.config import load_verifier
+    from common.verifier.fingerprint import fingerprint, tokenizer_fingerprint
+    from common.verifier.weights import check_weights, identities
 
     model = load_verifier(args.model_path)
     sources = parse_sources(args.prompts, args.max_samples, "--prompts")
@@ -130,8 +131,8 @@ def main() -> None:
     if args.endpoint:
         inputs["verifier"] = fingerprint(model)
     else:
-        weights = preflight.check_weights(model)
-        inputs |= preflight.identities(model, weights, out, args.dry_run)
+        weights = check_weights(model)
+        inputs |= identities(model, weights, out, args.dry_run)
     output = Output(out, Stage(STAGE, settings, inputs), args.overwrite)
     state = output.earlier_run()
     if state == "complete":

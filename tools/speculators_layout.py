@@ -46,7 +46,7 @@ def main() -> None:
     load_map(vocab_map, vocab_manifest.stage.settings["target_vocab_size"])
     identity = samples.prepared_identity(prepared)
     check_prepared(identity, prepared, vocab_map, vocab_manifest, hidden)
-    if hidden.shape[2] == FP8:
+    if hidden.form.dtype == FP8:
         raise errors.UserError(
             f"{hidden.path}: holds float8 states, which speculators does not read; run 03 with"
             " --storage-dtype bf16"

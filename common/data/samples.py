@@ -133,7 +133,7 @@ def read_samples(
 def check_tokenizer(folder: Path, model: "Verifier") -> None:
     """UserError unless 01 prepared the data with this verifier's tokenizer (data brought by hand
     do not tell)."""
-    from common.verifier.config import tokenizer_fingerprint
+    from common.verifier.fingerprint import tokenizer_fingerprint
 
     if not (folder / MANIFEST).exists():
         return

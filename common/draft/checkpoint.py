@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from common.artifacts import read_json
 from common.draft.config import SHAPE_KEYS, DraftShape
 from common.errors import UserError
-from common.verifier.config import safetensors_header
+from common.tensor_files import read_header
 
 if TYPE_CHECKING:
     import torch
@@ -60,7 +60,7 @@ def check_initial(folder: Path, shape: DraftShape, aux_ids: list[int]) -> None:
     file = folder / "model.safetensors"
     if not file.is_file():
         raise UserError(f"--init-from {folder}: has no model.safetensors; convert the draft to it")
-    header = safetensors_header(file)
+    header = read_header(file)
     for key in NORMS:
         if layer[key] != getattr(shape, key):
             flag = "--" + ("" if layer[key] else "no-") + key.replace("_", "-")
@@ -78,7 +78,7 @@ def check_initial(folder: Path, shape: DraftShape, aux_ids: list[int]) -> None:
             f" {layer['aux_ids']}, these states are of {aux_ids}; start from another draft, or run"
             " 03 with its --layers"
         )
-    sizes = {parameter_name(k): v["shape"] for k, v in header.items() if k != "__metadata__"}
+    sizes = {parameter_name(name): place.shape for name, place in header.items()}
     with torch.device("meta"):
         expected = {k: list(v.shape) for k, v in Eagle3Draft(shape).named_parameters()}
     expected["lm_head.weight"] = [sizes.get("lm_head.weight", [0])[0], shape.hidden_size]

@@ -17,12 +17,7 @@ from common.draft.compiled import region
 from common.draft.config import DraftShape
 from common.draft.linear_products import Products
 from common.draft.packed_row import PackedRow
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMSNorm over the last dimension, computed in float32, returned in the input's dtype."""
-    return F.rms_norm(x.float(), x.shape[-1:], weight.float(), eps).to(x.dtype)
-
+from common.verifier.head import rms_norm
 
 rms_norm_region = region(rms_norm)
 

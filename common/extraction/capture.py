@@ -1,53 +1,40 @@
 """Capture of the residual stream inside vLLM's workers.
 
-`CaptureMethods` are mixed into vLLM's worker class (common/worker.py) and called through
+`CaptureMethods` are added to vLLM's worker class (common/worker.py) and called through
 `LLM.collective_rpc`. Forward hooks on the decoder layers copy the residual stream
 ("layer i" = after decoder layer i, 0-based); rows are matched to samples by the token ids
 that the embedding sees and the positions that the first layer gets, so nothing depends on
 how a runner (V1 or V2) orders requests. With tensor parallelism all ranks hold the same
 full rows; rank 0 alone captures and writes.
 
-On a GPU a pass costs a few elementwise operations a captured layer: the hooks lay the rows out
+On a GPU this costs a few elementwise operations per captured layer: the hooks lay the rows out
 as the files have them in one of two buffers on the GPU, and a side stream copies that to the
-host while the next pass fills the other.
+host while the next batch fills the other.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
-from common.extraction.batching import SLOTS
-from common.extraction.writer import CaptureError, Pass, Rows, Writer
+from common.extraction.batching import DEVICE_BUFFERS
+from common.extraction.writer import CapturedRows, CaptureError, Rows, Writer, WrittenBatch
 from common.states.files import FP8, quantize_rows
+from common.verifier.decoder import find_decoder
 
 
-def find_decoder(model: nn.Module, num_layers: int) -> tuple[nn.Module, nn.ModuleList]:
-    """Return (embedding, decoder layers) of the text model inside vLLM's model.
+@dataclass(frozen=True)
+class Submitted:
+    """What a submission tells.
 
-    The layers are the ModuleList called `layers` with as many entries as config.json says;
-    wrappers (multimodal, language-model-only) only add to the path before it.
+    passes: forward passes since the one before, of which one is right; finished: this or earlier
+    batches, whose files are all on the disk.
     """
-    layers = [
-        (name, m)
-        for name, m in model.named_modules()
-        if isinstance(m, nn.ModuleList) and name.split(".")[-1] == "layers" and len(m) == num_layers
-    ]
-    if len(layers) == 1:
-        name, found = layers[0]
-        parent = model.get_submodule(name.rpartition(".")[0])
-        for embedding in ("embed_tokens", "embedding"):
-            if isinstance(getattr(parent, embedding, None), nn.Module):
-                return getattr(parent, embedding), found
-    names = [
-        n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) or n.count(".") < 2
-    ]
-    raise CaptureError(
-        f"cannot find the {num_layers} decoder layers and their embedding in"
-        f" {type(model).__name__}; its modules are {', '.join(filter(None, names))}"
-    )
+
+    passes: int
+    finished: list[WrittenBatch]
 
 
 class CaptureMethods:
@@ -77,23 +64,23 @@ class CaptureMethods:
         size = (shape[0], len(layer_ids), shape[1])
         self._writer = Writer(size, storage_dtype, pin=cuda)
         # On a CPU the hooks fill the writer's buffers themselves.
-        self._slots = [
+        self._buffers = [
             (Rows.empty(size, storage_dtype, device, False), torch.cuda.Event())
-            for _ in range(SLOTS * cuda)
+            for _ in range(DEVICE_BUFFERS * cuda)
         ]
         self._side = torch.cuda.Stream(device) if cuda else None
-        self._rows: Rows | None = None  # where the present pass goes
-        self._captured: Pass | None = None  # the last pass, not yet submitted
+        self._rows: Rows | None = None  # where the present batch goes
+        self._captured: CapturedRows | None = None  # of the last batch, not yet submitted
         self._passes = 0  # since the last submission
         self._received: dict[int, torch.Tensor] | None = None
         handles = [
             embedding.register_forward_hook(self._on_embedding),
             layers[0].register_forward_pre_hook(self._on_first_layer, with_kwargs=True),
         ]
-        for column, i in enumerate(self._layer_ids):
-            handles.append(layers[i].register_forward_hook(self._on_layer(column)))
+        for at, i in enumerate(self._layer_ids):
+            handles.append(layers[i].register_forward_hook(self._on_layer(at)))
             if i + 1 < num_layers:
-                hook = self._on_next_layer(column)
+                hook = self._on_next_layer(at)
                 handles.append(layers[i + 1].register_forward_pre_hook(hook, with_kwargs=True))
         self._handles = handles
         return True
@@ -108,11 +95,11 @@ class CaptureMethods:
         ids_N = args[0].view(-1)
         self._tokens = len(ids_N)
         if self._side is None:
-            self._rows = self._writer.take()
+            self._rows = self._writer.free_buffer()
         else:
-            self._slots.reverse()
-            self._rows, copied = self._slots[0]
-            # The copy of two passes ago must have read the slot.
+            self._buffers.reverse()
+            self._rows, copied = self._buffers[0]
+            # The copy of two batches ago must have read the buffer.
             torch.cuda.current_stream().wait_event(copied)
         if self._tokens > len(self._rows.ids_N):
             raise CaptureError(f"a forward pass of {self._tokens} tokens is over the budget")
@@ -125,7 +112,7 @@ class CaptureMethods:
         # M-RoPE models pass [3, N]; text has three equal rows.
         self._rows.positions_N[: self._tokens].copy_(positions.view(-1, self._tokens)[0])
 
-    def _on_layer(self, column: int):
+    def _on_layer(self, at: int):
         def hook(_module, _args, output) -> None:
             if self._rows is None:
                 return
@@ -134,42 +121,42 @@ class CaptureMethods:
             hidden_NH, residual_NH = (output, None) if torch.is_tensor(output) else output[:2]
             stream_NH = hidden_NH if residual_NH is None else hidden_NH + residual_NH
             largest_N = torch.linalg.vector_norm(stream_NH, float("inf"), dim=-1)
-            rows.finite_NL[:n, column] = torch.isfinite(largest_N)
+            rows.finite_NL[:n, at] = torch.isfinite(largest_N)
             if self._writer.dtype == FP8:
                 stream_NH, scale_N = quantize_rows(stream_NH, largest_N)
-                rows.scale_NL[:n, column] = scale_N
-            rows.states_NLH[:n, column].copy_(stream_NH)
-            if column + 1 == len(self._layer_ids):
+                rows.scale_NL[:n, at] = scale_N
+            rows.states_NLH[:n, at].copy_(stream_NH)
+            if at + 1 == len(self._layer_ids):
                 self._captured = self._copy_to_host(rows, n)
 
         return hook
 
-    def _copy_to_host(self, rows: Rows, n: int) -> Pass:
-        """Start the copy of a pass's rows to the host, beside whatever the GPU does next."""
+    def _copy_to_host(self, rows: Rows, n: int) -> CapturedRows:
+        """Start the copy of a batch's rows to the host, beside whatever the GPU does next."""
         if self._side is None:
-            return Pass(rows, n, None)
-        host = self._writer.take()  # waits when the writers are behind by the whole ring
+            return CapturedRows(rows, n, None)
+        host = self._writer.free_buffer()  # waits while the writers are behind by all buffers
         self._side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side):
             for there, here in zip(host.tensors(), rows.tensors(), strict=True):
                 there[:n].copy_(here[:n], non_blocking=True)
             copied = torch.cuda.Event()
             copied.record()
-        self._slots[0] = (rows, copied)
-        return Pass(host, n, copied)
+        self._buffers[0] = (rows, copied)
+        return CapturedRows(host, n, copied)
 
-    def _on_next_layer(self, column: int):
+    def _on_next_layer(self, at: int):
         """Note what the layer after a captured one receives, while the self-check asks for it."""
 
         def hook(_module, args, kwargs) -> None:
             if self._received is None or self._rows is None:
                 return
-            mine = self._rows.states_NLH[: self._tokens, column].double()
+            mine = self._rows.states_NLH[: self._tokens, at].double()
             values = [*args, *kwargs.values()]  # positions, hidden, residual
             parts = [v for v in values if isinstance(v, torch.Tensor) and v.shape == mine.shape]
             received = parts[0] if len(parts) == 1 else parts[0] + parts[1]
             error = (received.double() - mine).norm() / mine.norm().clamp_min(1e-30)
-            layer = self._layer_ids[column]
+            layer = self._layer_ids[at]
             self._received[layer] = torch.maximum(self._received.get(layer, error), error)
 
         return hook
@@ -185,37 +172,33 @@ class CaptureMethods:
         return {} if on else {i: float(e) for i, e in (found or {}).items()}
 
     def capture_submit(
-        self, unit: int, samples: list[tuple[int, np.ndarray]], folder: str
-    ) -> dict | None:
-        """Have the rows of the pass since the last call written, a sample a file.
+        self, batch: int, samples: list[tuple[int, np.ndarray]], folder: str
+    ) -> Submitted | None:
+        """Have the rows of the forward pass since the last call written, a sample per file.
 
         Args:
-            unit: number of the planned pass, handed back with its result.
-            samples: (index, token ids) of every sample submitted since the last call.
+            batch: number of the planned batch, handed back with its result.
+            samples: (index, token ids int32 [T]) of every sample submitted since the last call.
             folder: hidden-states folder; the file names follow from the index.
 
-        Returns:
-            {"passes": forward passes run, "finished": results}. Unless it was one pass, nothing
-            is written. A result, of this or an earlier unit whose files are all on the disk:
-            {"unit", "checksums": {index: xxh3_128 of its file}, "bad": indices with NaN or
-            Inf, not written, "os_error": None or (errno, text, file), "error": None or text}.
+        Nothing is written unless it was one forward pass.
         """
         if self.rank != 0:
             return None
         passes, captured = self._passes, self._captured
         self._passes, self._captured, self._rows = 0, None, None
         if passes == 1 and captured is not None:
-            self._writer.submit(unit, captured, samples, Path(folder))
+            self._writer.submit(batch, captured, samples, Path(folder))
         elif captured is not None:
             self._writer.give_back(captured.rows)
-        return {"passes": passes, "finished": self._writer.finished()}
+        return Submitted(passes, self._writer.finished())
 
-    def capture_finish(self) -> list[dict] | None:
+    def capture_finish(self) -> list[WrittenBatch] | None:
         """Wait for the writers; returns the results left."""
         return self._writer.finished(of_all=True) if self.rank == 0 else None
 
-    def capture_drop(self) -> list[dict] | None:
-        """Forget the rows of a pass that failed; waits for the writers, returns their results."""
+    def capture_drop(self) -> list[WrittenBatch] | None:
+        """Forget the rows of a batch that failed; waits for the writers, returns their results."""
         if self.rank != 0:
             return None
         if self._captured is not None:
@@ -240,5 +223,5 @@ class CaptureMethods:
         for handle in self._handles:
             handle.remove()
         self._writer.close()
-        self._rows, self._captured, self._slots = None, None, []
+        self._rows, self._captured, self._buffers = None, None, []
         return True

@@ -1,95 +1,89 @@
-"""What became of each sample of the passes in flight: written, to run again, or given up."""
+"""What became of each sample of the batches in flight: written, to run again, or given up."""
 
 import time
 from pathlib import Path
 
 from common.data.samples import Sample
+from common.extraction.batching import Batch
+from common.extraction.writer import WrittenBatch
 from common.progress import Progress, log
 from common.states.files import hidden_file
-from common.states.journal import Journal
+from common.states.journal import Entry, Journal
 
 
-class Results:
-    """Collects the results of passes until each of a pass's samples is written or given up.
+class Outcomes:
+    """Collects the results of batches until each of a batch's samples is written or given up.
 
-    A pass that fails runs again by itself first: what failed may have lain in the pass before
+    A batch that fails runs again by itself first: what failed may have lain in the batch before
     it, and its samples' files then are those of the plan. Only what fails again runs alone.
     """
 
     def __init__(self, samples: dict[int, Sample], out: Path, journal: Journal, bar: Progress):
         self.samples, self.out, self.journal, self.bar = samples, out, journal, bar
-        self.failed: list[tuple[int, list[int]]] = []  # (unit, samples) to run again
-        self._members: dict[int, list[int]] = {}  # of passes in flight
+        self.failed: list[Batch] = []  # to run again, whole or in part
+        self._members: dict[int, list[int]] = {}  # of batches in flight
         self._checksums: dict[int, dict[int, str]] = {}
         self._missing: dict[int, dict[int, str]] = {}
-        self._again: set[int] = set()  # passes that ran by themselves
+        self._again: set[int] = set()  # batches that ran by themselves
         self._alone: set[int] = set()  # samples that ran alone
-        self.failed_passes: list[str] = []  # why those in a row without a good sample failed
+        self.failed_batches: list[str] = []  # why those in a row without a good sample failed
         self._mark = time.monotonic()
 
-    def open(self, unit: int, indices: list[int]) -> None:
-        """A pass begins."""
-        self._members[unit] = indices
-        self._checksums[unit], self._missing[unit] = {}, {}
+    def open(self, batch: Batch) -> None:
+        """A batch begins."""
+        self._members[batch.number] = batch.indices
+        self._checksums[batch.number], self._missing[batch.number] = {}, {}
 
-    def take(self, results: list[dict]) -> None:
+    def add(self, results: list[WrittenBatch]) -> None:
         """Note results of the writers; OSError where they could not write."""
         for result in results:
-            raise_write_error(result)
-            unit = result["unit"]
-            self._checksums[unit] |= result["checksums"]
-            if result["bad"]:
-                self.fail(unit, result["bad"], "its hidden states hold NaN or Inf")
-            self._note_if_done(unit)
+            result.raise_error()
+            self._checksums[result.number] |= result.checksums
+            if result.bad:
+                self.fail(Batch(result.number, result.bad), "its hidden states hold NaN or Inf")
+            self._note_if_done(result.number)
 
-    def fail(self, unit: int, indices: list[int], why: str) -> None:
-        """Have a pass or samples of it run again, or give up those that ran alone."""
-        members = self._members[unit]
-        if unit not in self._again:
-            self._again.add(unit)
+    def fail(self, batch: Batch, why: str) -> None:
+        """Have a batch or samples of it run again, or give up those that ran alone."""
+        number, members = batch.number, self._members[batch.number]
+        if number not in self._again:
+            self._again.add(number)
             if len(members) == 1:
                 self._alone.update(members)
-            self.open(unit, members)
-            self.failed.append((unit, members))
+            complete = Batch(number, members)
+            self.open(complete)
+            self.failed.append(complete)
             return
-        for index in indices:
+        for index in batch.indices:
             if index in self._alone:
-                self._give_up(unit, index, why)
+                self._give_up(number, index, why)
             else:
                 self._alone.add(index)
-                self.failed.append((unit, [index]))
+                self.failed.append(Batch(number, [index]))
                 log(f"extract: sample {self.samples[index].id!r} runs alone: {why}")
-        self._note_if_done(unit)
+        self._note_if_done(number)
 
-    def _give_up(self, unit: int, index: int, why: str) -> None:
+    def _give_up(self, number: int, index: int, why: str) -> None:
         hidden_file(self.out, index).unlink(missing_ok=True)  # an earlier run's
         sample = self.samples[index]
         log(f"extract: sample {sample.id!r} (line {index + 1}) is skipped: {why}")
-        self._missing[unit][index] = why
+        self._missing[number][index] = why
 
-    def _note_if_done(self, unit: int) -> None:
-        """Note the pass in the journal if all its samples are written or given up."""
-        if unit not in self._members:
+    def _note_if_done(self, number: int) -> None:
+        """Note the batch in the journal if all its samples are written or given up."""
+        if number not in self._members:
             return
-        members = self._members[unit]
-        checksums, missing = self._checksums[unit], self._missing[unit]
+        members = self._members[number]
+        checksums, missing = self._checksums[number], self._missing[number]
         if len(checksums) + len(missing) < len(members):
             return
         now = time.monotonic()
-        self.journal.add(unit, now - self._mark, checksums, missing)
+        self.journal.add(Entry(number, now - self._mark, checksums, missing))
         self._mark = now
         self.bar.add(sum(len(self.samples[i].input_ids) for i in members))
-        del self._members[unit], self._checksums[unit], self._missing[unit]
+        del self._members[number], self._checksums[number], self._missing[number]
         if checksums:
-            self.failed_passes.clear()
+            self.failed_batches.clear()
         else:
             index, why = next(iter(missing.items()))
-            self.failed_passes.append(f"line {index + 1}: {why}")
-
-
-def raise_write_error(result: dict) -> None:
-    """The error of a writer, whose type is lost on the way between processes."""
-    if result["os_error"] is not None:
-        raise OSError(*result["os_error"])
-    if result["error"] is not None:
-        raise RuntimeError(result["error"])
+            self.failed_batches.append(f"line {index + 1}: {why}")

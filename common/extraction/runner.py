@@ -1,7 +1,7 @@
-"""The planned forward passes of stage 3, and what fails in them.
+"""The planned batches of 03, each a forward pass, and what fails in them.
 
-Files are written beside the following passes (writer.py), so a pass's result comes a pass or two
-after it ran.
+Files are written beside the following batches (writer.py), so a batch's result comes a batch or
+two after it ran.
 """
 
 import functools
@@ -13,114 +13,109 @@ from typing import Any
 import numpy as np
 
 from common.errors import UserError, again, one_line
-from common.extraction import selfcheck
-from common.extraction.forward import (
-    Work,
+from common.extraction.batching import Batch
+from common.extraction.engine import (
     captured_answer,
     forward,
-    one_pass,
     one_token,
     rank0,
     reset_engine,
     start_capture,
+    written,
 )
-from common.extraction.outcomes import Results
-from common.extraction.probe import check_first_unit
+from common.extraction.outcomes import Outcomes
+from common.extraction.probe import PROBE_TOKENS, check_first_batch
+from common.extraction.work import SampleIds, Work
 from common.progress import Progress, Stopper, log
 from common.states.files import hidden_file, read_hidden
 from common.states.journal import Journal
 
-FAILED_PASSES = 3  # in a row without one good sample: the engine is checked
-# A run warms up only if it has this many times the passes of the warm-up: where few long passes
+FAILED_BATCHES = 3  # in a row without one good sample: the engine is checked
+# A run warms up only if it has this many times the batches of the warm-up: where few long batches
 # make up a run, as on a CPU, warming up would cost more than it tells.
 WARM_UP_SHARE = 10
 
 
-def run_units(llm: Any, work: Work, journal: Journal, checked: list[int], stop: Stopper) -> None:
-    """Run the passes of `work.todo`, noting each in the journal once its files are on the disk.
+def run_batches(llm: Any, work: Work, journal: Journal, checked: list[int], stop: Stopper) -> None:
+    """Run the batches of `work.todo`, noting each in the journal once its files are on the disk.
 
-    A pass that fails, or holds a sample whose states are not finite, runs again by itself, then
-    what failed in it sample by sample; what fails alone is noted as missing, and the run goes on.
+    A batch that fails, or holds a sample whose states are not finite, runs again by itself, then
+    what failed in it sample by sample; what fails alone is noted as missing, and the run continues.
 
     Args:
-        checked: samples of the first pass that the probe holds.
+        checked: samples of the first batch that the probe holds.
     """
-    start_capture(llm, work, work.max_batch_tokens, work.storage_dtype)
-    warm_up(llm, work)
+    start_capture(llm, work.capture, work.max_batch_tokens, work.capture.form.dtype)
+    warm_up_engine(llm, work)
     for index in checked:  # what an earlier run left there is not to be checked
         hidden_file(work.out, index).unlink(missing_ok=True)
-    left = sum(len(s.input_ids) for s in work.samples.values())
+    left = work.tokens([*work.samples])
     bar = Progress("extract", work.total_tokens, "tokens", initial=work.total_tokens - left)
-    check = functools.partial(check_first_unit, work, work.todo[0][1], checked)
-    sound = [ids for _, ids in work.batch(checked[:1], selfcheck.PROBE_TOKENS)]
+    check = functools.partial(check_first_batch, work, work.todo[0].indices, checked)
+    sound = work.inputs(checked[:1], PROBE_TOKENS)
     if not checked and journal.done:  # a resume whose every probe failed
         sound = finished_sample(work.out, journal)
-    passes = Passes(llm, work, Results(work.samples, work.out, journal, bar), check, sound)
-    for unit, indices in work.todo:
-        passes.results.open(unit, indices)
-        passes.run(unit, indices)
-        if passes.results.failed:
-            passes.finish()
+    runner = Runner(llm, work, Outcomes(work.samples, work.out, journal, bar), check, sound)
+    for batch in work.todo:
+        runner.outcomes.open(batch)
+        runner.run(batch)
+        if runner.outcomes.failed:
+            runner.finish()
         if stop.code:
             break
-    passes.finish()
+    runner.finish()
     rank0(llm, "capture_stop")
     bar.close()
 
 
-def warm_up(llm: Any, work: Work) -> None:
-    """Run the largest pass, the one of most samples, the last and an odd one; write nothing.
+def warm_up_engine(llm: Any, work: Work) -> None:
+    """Run the largest batch, the one of most samples, the last and an odd one; write nothing.
 
     What would run out of memory does so now instead of after hours, and the kernels that
     vLLM compiles for such sizes (a second or two each) do not disturb rate and ETA.
     """
-
-    def size(members: list[int]) -> int:
-        return sum(len(work.samples[i].input_ids) for i in members)
-
-    passes = [members for _, members in work.todo]
-    picked = [max(passes, key=size), max(passes, key=len), passes[-1]]
-    picked += [members for members in passes if size(members) % 2][:1]
-    if len(passes) < WARM_UP_SHARE * len(picked):
+    batches = [batch.indices for batch in work.todo]
+    picked = [max(batches, key=work.tokens), max(batches, key=len), batches[-1]]
+    picked += [indices for indices in batches if work.tokens(indices) % 2][:1]
+    if len(batches) < WARM_UP_SHARE * len(picked):
         return
-    for n, members in enumerate(picked):
-        if members in picked[:n]:
+    for n, indices in enumerate(picked):
+        if indices in picked[:n]:
             continue
         try:
-            forward(llm, work.batch(members))
+            forward(llm, work.inputs(indices))
         except Exception as e:
             reason = one_line(e)
             reset_engine(llm, reason)
             if "out of memory" in reason.lower() or "OutOfMemory" in reason:
                 raise UserError(
-                    f"a pass of {size(members)} tokens ran out of memory before any was written"
-                    f" ({reason}); lower --max-batch-tokens or --gpu-memory-utilization"
+                    f"a batch of {work.tokens(indices)} tokens ran out of memory before any was"
+                    f" written ({reason}); lower --max-batch-tokens or --gpu-memory-utilization"
                 ) from e
-            log(f"extract: a warm-up pass failed ({reason}); its samples are tried again in time")
+            log(f"extract: a warm-up batch failed ({reason}); its samples are tried again in time")
             continue
         rank0(llm, "capture_drop")
     rank0(llm, "capture_clean_cache")
 
 
-def finished_sample(out: Path, journal: Journal) -> list[np.ndarray]:
-    """Token ids int32 [T], T > 1, of the beginning of a sample that an earlier run has finished;
-    none if it has none."""
+def finished_sample(out: Path, journal: Journal) -> list[SampleIds]:
+    """The beginning, T > 1, of a sample that an earlier run has finished; none if it has none."""
     for entry in journal.done.values():
-        for index in entry["checksums"]:
-            _, ids = read_hidden(hidden_file(out, int(index)), selfcheck.PROBE_TOKENS)
+        for index in entry.checksums:
+            _, ids = read_hidden(hidden_file(out, index), PROBE_TOKENS)
             if len(ids) > 1:
-                return [ids.numpy().astype(np.int32)]
+                return [(index, ids.numpy().astype(np.int32))]
     return []
 
 
-class Passes:
-    """Runs planned passes, each as one step of vLLM's engine.
+class Runner:
+    """Runs planned batches, each as one step of vLLM's engine.
 
-    `sound`: token ids of a sample that passed; shows whether failures are the engine's.
+    `sound`: a sample that passed; shows whether failures are the engine's.
 
-    With asynchronous scheduling (GPUs) the engine's queue takes two: `run` launches a pass
+    With asynchronous scheduling (GPUs) the engine's queue takes two: `run` launches a batch
     behind the one that computes and returns when that one is done, so that the GPU never
-    waits for this process. A pass is scheduled when its requests are the only ones waiting,
+    waits for this process. A batch is scheduled when its requests are the only ones waiting,
     hence the layout is the planned one either way.
     """
 
@@ -128,26 +123,26 @@ class Passes:
         self,
         llm: Any,
         work: Work,
-        results: Results,
+        outcomes: Outcomes,
         check_first: Callable[[], None],
-        sound: list[np.ndarray],
+        sound: list[SampleIds],
     ):
-        self.work, self.results, self.sound = work, results, sound
+        self.work, self.outcomes, self.sound = work, outcomes, sound
         self._check_first: Callable[[], None] | None = check_first
         self._llm, self._engine = llm, llm.llm_engine
         core = self._engine.engine_core.engine_core
         self._executor = core.model_executor
-        self._queue = core.batch_queue  # None: one pass at a time
-        self._launched: list[tuple[int, list[int]]] = []  # units that vLLM may still compute
+        self._queue = core.batch_queue  # None: one batch at a time
+        self._launched: list[Batch] = []  # that vLLM may still compute
         self._submitted: Future | None = None
         self._requests = 0
 
-    def run(self, unit: int, indices: list[int]) -> None:
-        """Run samples as one pass and have its rows written."""
-        batch = self.work.batch(indices)
-        self._launched.append((unit, indices))
+    def run(self, batch: Batch) -> None:
+        """Run samples as one forward pass and have its rows written."""
+        samples = self.work.inputs(batch.indices)
+        self._launched.append(batch)
         try:
-            self._launch(batch)
+            self._launch(samples)
         except Exception as e:  # whatever a library or the machine raises: found out one by one
             self._recover(e)
             return
@@ -155,54 +150,54 @@ class Passes:
             self._launched.clear()
         else:
             del self._launched[:-1]
-        if self._engine.get_num_unfinished_requests() > sum(len(m) for _, m in self._launched):
+        expected = sum(len(b.indices) for b in self._launched)
+        if self._engine.get_num_unfinished_requests() > expected:
             raise UserError(
-                f"vLLM did not run {len(batch)} samples in one step, so the result would depend on"
-                " chance; raise --gpu-memory-utilization or lower --max-batch-tokens"
+                f"vLLM did not run {len(samples)} samples in one step, so the result would depend"
+                " on chance; raise --gpu-memory-utilization or lower --max-batch-tokens"
             )
         if self._submitted is not None and self._check_first is not None:
-            self._take_all()  # the first pass is checked before the second is written
+            self._collect_all()  # the first batch is checked before the second is written
         earlier = self._submitted
-        args = (unit, batch, str(self.work.out))
+        args = (batch.number, samples, str(self.work.out))
         self._submitted = self._executor.collective_rpc("capture_submit", args=args, non_block=True)
-        self._take(earlier)
+        self._collect(earlier)
 
     def finish(self) -> None:
-        """Wait until all passes are computed and written, failed samples tried again."""
+        """Wait until all batches are computed and written, failed samples tried again."""
         self._drain()
-        while self.results.failed:
+        while self.outcomes.failed:
             # NaN that a sample left in the KV cache would spread to those that come after.
             rank0(self._llm, "capture_clean_cache")
-            self.run(*self.results.failed.pop(0))
+            self.run(self.outcomes.failed.pop(0))
             self._drain()
-            if not self.results.failed:
+            if not self.outcomes.failed:
                 rank0(self._llm, "capture_clean_cache")
-        if len(self.results.failed_passes) >= FAILED_PASSES:
+        if len(self.outcomes.failed_batches) >= FAILED_BATCHES:
             self._check_engine()
 
     def _check_engine(self) -> None:
-        """After passes without one good sample: UserError unless one that the probe found sound
+        """After batches without one good sample: UserError unless one that the probe found sound
         still is, so that the samples are at fault."""
-        batch = list(enumerate(self.sound))
-        passed = self.results.failed_passes
+        failed = self.outcomes.failed_batches
         try:
-            outputs = forward(self._llm, batch, prompt_logprobs=0)
+            outputs = forward(self._llm, self.sound, prompt_logprobs=0)
             rank0(self._llm, "capture_drop")
         except Exception as e:
             reason = one_line(e)
             reset_engine(self._llm, reason)
-            outputs, passed = [], [*passed, reason]
+            outputs, failed = [], [*failed, reason]
         found = [p.logprob for o in outputs for t in o.prompt_logprobs[1:] for p in t.values()]
         if not found or not np.isfinite(found).all():
             raise UserError(
-                f"{len(passed)} passes in a row failed, each sample alone too ({passed[-1]}); the"
+                f"{len(failed)} batches in a row failed, each sample alone too ({failed[-1]}); the"
                 " verifier or the machine is at fault, not the samples. What is finished is saved;"
                 f" {again()} to continue"
             )
-        passed.clear()
+        failed.clear()
 
-    def _launch(self, batch: list) -> None:
-        for _, ids_T in batch:
+    def _launch(self, samples: list[SampleIds]) -> None:
+        for _, ids_T in samples:
             self._requests += 1
             self._engine.add_request(
                 str(self._requests),
@@ -218,37 +213,35 @@ class Passes:
         except Exception as e:
             self._recover(e)
         self._launched.clear()
-        self._take_all()
+        self._collect_all()
 
-    def _take_all(self) -> None:
-        """Wait for the files of all submitted passes."""
+    def _collect_all(self) -> None:
+        """Wait for the files of all submitted batches."""
         submitted, self._submitted = self._submitted, None
-        self._take(submitted)
-        self.results.take(rank0(self._llm, "capture_finish"))
+        self._collect(submitted)
+        self.outcomes.add(rank0(self._llm, "capture_finish"))
         if self._check_first is not None and submitted is not None:
             self._check_first()
             self._check_first = None
 
-    def _take(self, submitted: Future | None) -> None:
-        """Take the answer of a capture_submit that was sent a pass ago."""
+    def _collect(self, submitted: Future | None) -> None:
+        """Collect the answer of a capture_submit that was sent a batch ago."""
         if submitted is not None:
-            answer = captured_answer(submitted.result())
-            one_pass(answer["passes"])
-            self.results.take(answer["finished"])
+            self.outcomes.add(written(captured_answer(submitted.result())))
 
     def _recover(self, error: Exception) -> None:
-        """After a failed pass, make the engine ready for the next; UserError if it is dead.
+        """After a failed batch, make the engine ready for the next; UserError if it is dead.
 
-        The passes in vLLM's queue count as failed; those before them are whole.
+        The batches in vLLM's queue count as failed; those before them are complete.
         """
         reason = one_line(error)
         lost, self._launched = self._launched, []
         submitted, self._submitted = self._submitted, None
         results = reset_engine(self._llm, reason)
         if submitted is not None:
-            results += captured_answer(submitted.result())["finished"]
-        units = {unit for unit, _ in lost}
-        self.results.take([r for r in results if r["unit"] not in units])
-        for unit, indices in lost:
-            log(f"extract: pass {unit} of {len(indices)} samples failed: {reason}")
-            self.results.fail(unit, indices, reason)
+            results += captured_answer(submitted.result()).finished
+        numbers = {batch.number for batch in lost}
+        self.outcomes.add([r for r in results if r.number not in numbers])
+        for batch in lost:
+            log(f"extract: batch {batch.number} of {len(batch.indices)} samples failed: {reason}")
+            self.outcomes.fail(batch, reason)

@@ -6,18 +6,14 @@
 * The first batch, written for real: its rows must agree with those of the probe.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 
-from common.draft.model import rms_norm
 from common.errors import UserError
 from common.states.files import FP8, hidden_file, read_hidden
-
-# Prompt log-probabilities build [T, V] logits that vLLM's memory profiling does not count.
-PROBE_TOKENS = 256
-PROBE_SAMPLES = 4
+from common.verifier.head import next_token_logprobs
 
 # Mean |difference| of log-probabilities: right states give 5e-6 in float32 and 0.015 in
 # bfloat16; states of the layer before give 3.8.
@@ -28,21 +24,12 @@ LOGPROB_GATE = 0.1
 LAYOUT_GATE = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 2e-2, FP8: 6e-2}
 
 
-def next_token_logprobs(
-    last_TH: torch.Tensor,
-    ids_T: torch.Tensor,
-    norm_H: torch.Tensor,
-    head_VH: torch.Tensor,
-    eps: float,
-) -> torch.Tensor:
-    """Log-probability of each next token [T-1] from final-layer states before the final norm."""
-    normed_TH = rms_norm(last_TH[:-1], norm_H, eps)
-    # One chunk of rows at a time: [64, V] float32 is 42 MB at Kimi's vocabulary.
-    parts = []
-    for rows, targets in zip(normed_TH.split(64), ids_T[1:].split(64), strict=True):
-        logits = rows.to(head_VH.dtype) @ head_VH.T  # as the verifier computes them
-        parts.append(F.log_softmax(logits.float(), -1).gather(1, targets[:, None])[:, 0])
-    return torch.cat(parts)
+@dataclass(frozen=True)
+class LogprobDifference:
+    """mean: of absolute differences; tokens: how many were compared."""
+
+    mean: float
+    tokens: int
 
 
 def check_final_layer(
@@ -51,15 +38,14 @@ def check_final_layer(
     norm_H: torch.Tensor,
     head_VH: torch.Tensor,
     eps: float,
-) -> tuple[float, int]:
+) -> LogprobDifference:
     """Compare stored probe states with the verifier's log-probabilities.
 
     Args:
         folder: hidden-states folder of the probe.
         logprobs: sample index → the verifier's log-probability of tokens 1..T-1.
 
-    Returns:
-        (mean absolute difference, tokens compared); UserError when it is over the gate.
+    UserError when their mean difference is over the gate.
     """
     differences = []
     for index, theirs in logprobs.items():
@@ -75,7 +61,7 @@ def check_final_layer(
             " nothing was written. Is the final layer in --layers the model's last, and is its"
             " head lm_head(RMSNorm(h))?"
         )
-    return mean, len(all_differences)
+    return LogprobDifference(mean, len(all_differences))
 
 
 def check_received(errors: dict[int, float], layer_ids: list[int], num_layers: int) -> None:

@@ -1,22 +1,22 @@
 """Rows of forward passes on the host, and the threads that write them to files.
 
-A ring of host buffers holds the rows of finished passes (pinned memory beside a GPU).
-Writers run beside the following passes; the ring bounds how far they may fall behind, and
-with it the memory: `RING` buffers of max_tokens x layers x hidden.
+HOST_BUFFERS of max_tokens x layers x hidden (pinned memory beside a GPU) hold the rows of finished
+batches. Writers run beside the following batches; the buffers bound how far they may fall behind,
+and with it the memory.
 """
 
 import os
 import queue
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from common.errors import one_line
-from common.extraction.batching import RING
-from common.states.files import FP8, file_header, hidden_file, write_parts
+from common.extraction.batching import HOST_BUFFERS
+from common.states.files import FP8, StatesFormat, file_header, hidden_file, write_parts
 
 # One thread hashes and writes 1 to 2 GB/s; Kimi-K2.5's states come at several.
 WRITERS = max(2, min(12, (os.cpu_count() or 4) // 2))
@@ -57,19 +57,41 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Pass:
-    """One forward pass: `tokens` rows in a host buffer, there once `copied` has happened."""
+class CapturedRows:
+    """A batch's rows: `tokens` of them in a host buffer, there once `copied` has happened."""
 
     rows: Rows
     tokens: int
     copied: torch.cuda.Event | None
 
 
+@dataclass
+class WrittenBatch:
+    """What became of a batch's samples.
+
+    checksums: index → xxh3_128 of its file; bad: indices with NaN or Inf, not written; os_error:
+    (errno, text, file) and error: text, of a fault.
+    """
+
+    number: int
+    checksums: dict[int, str] = field(default_factory=dict)
+    bad: list[int] = field(default_factory=list)
+    os_error: tuple[int | None, str | None, str] | None = None
+    error: str | None = None
+
+    def raise_error(self) -> None:
+        """The writer's error, whose type is lost on the way between processes."""
+        if self.os_error is not None:
+            raise OSError(*self.os_error)
+        if self.error is not None:
+            raise RuntimeError(self.error)
+
+
 class Writer:
-    """Writes the samples of forward passes to files in threads of its own.
+    """Writes the samples of batches to files in threads of its own.
 
     Args:
-        shape: (tokens, layers, hidden) of the largest pass.
+        shape: (tokens, layers, hidden) of the largest batch.
         dtype: of the files; float8_e4m3fn adds scales.
         pin: page-lock the host buffers, so that a GPU copies into them beside its work.
     """
@@ -77,13 +99,13 @@ class Writer:
     def __init__(self, shape: tuple[int, int, int], dtype: str, pin: bool):
         self.dtype = dtype
         self._free: queue.SimpleQueue[Rows] = queue.SimpleQueue()
-        for _ in range(RING):
+        for _ in range(HOST_BUFFERS):
             self._free.put(Rows.empty(shape, dtype, torch.device("cpu"), pin))
-        self._units = ThreadPoolExecutor(RING, "unit")
+        self._batches = ThreadPoolExecutor(HOST_BUFFERS, "batch")
         self._files = ThreadPoolExecutor(WRITERS, "file")
-        self._running: list[Future[dict]] = []
+        self._running: list[Future[WrittenBatch]] = []
 
-    def take(self) -> Rows:
+    def free_buffer(self) -> Rows:
         """A free host buffer; waits while all are being written."""
         return self._free.get()
 
@@ -91,50 +113,50 @@ class Writer:
         self._free.put(rows)
 
     def submit(
-        self, unit: int, one: Pass, samples: list[tuple[int, np.ndarray]], folder: Path
+        self, batch: int, captured: CapturedRows, samples: list[tuple[int, np.ndarray]], out: Path
     ) -> None:
-        """Write one pass's samples, (index, token ids [T]) each, beside the next passes."""
-        self._running.append(self._units.submit(self._write_unit, unit, one, samples, folder))
+        """Write a batch's samples, (index, token ids [T]) each, beside the next batches."""
+        self._running.append(self._batches.submit(self._write, batch, captured, samples, out))
 
-    def finished(self, of_all: bool = False) -> list[dict]:
-        """Results of passes written since the last call; `of_all` waits for those submitted."""
+    def finished(self, of_all: bool = False) -> list[WrittenBatch]:
+        """Batches written since the last call; `of_all` waits for those submitted."""
         done = [f for f in self._running if of_all or f.done()]
         self._running = [f for f in self._running if f not in done]
         return [f.result() for f in done]
 
     def close(self) -> None:
-        self._units.shutdown()
+        self._batches.shutdown()
         self._files.shutdown()
 
-    def _write_unit(
-        self, unit: int, one: Pass, samples: list[tuple[int, np.ndarray]], folder: Path
-    ) -> dict:
-        """See CaptureMethods.capture_submit for the result. Raises nothing: an error is part of
-        the result, so that none of the others is lost with it."""
-        result: dict = {"unit": unit, "checksums": {}, "bad": [], "os_error": None, "error": None}
+    def _write(
+        self, batch: int, captured: CapturedRows, samples: list[tuple[int, np.ndarray]], out: Path
+    ) -> WrittenBatch:
+        """Raises nothing: an error is part of the result, so that none of the others is lost with
+        it."""
+        result = WrittenBatch(batch)
         try:
-            if one.copied is not None:
-                one.copied.synchronize()
-            rows, n = one.rows, one.tokens
+            if captured.copied is not None:
+                captured.copied.synchronize()
+            rows, n = captured.rows, captured.tokens
             starts = match_rows(rows.ids_N[:n].numpy(), rows.positions_N[:n].numpy(), samples)
             finite_N = np.asarray(rows.finite_NL[:n].numpy().all(1))
             files = {}
             for index, ids_T in samples:
                 span = slice(starts[index], starts[index] + len(ids_T))
                 if finite_N[span].all():
-                    path = hidden_file(folder, index)
+                    path = hidden_file(out, index)
                     files[index] = self._files.submit(write_rows, path, rows, span, ids_T)
                 else:
-                    result["bad"].append(index)
+                    result.bad.append(index)
             wait(files.values())  # before the buffer is given back, whatever became of them
             for index, file in files.items():
-                result["checksums"][index] = file.result()
+                result.checksums[index] = file.result()
         except OSError as e:
-            result["os_error"] = (e.errno, e.strerror, str(e.filename or folder))
-        except Exception as e:  # raised again by common/extraction/outcomes.py
-            result["error"] = one_line(e)
+            result.os_error = (e.errno, e.strerror, str(e.filename or out))
+        except Exception as e:  # see WrittenBatch.raise_error
+            result.error = one_line(e)
         finally:
-            self.give_back(one.rows)
+            self.give_back(captured.rows)
         return result
 
 
@@ -142,12 +164,9 @@ def write_rows(path: Path, rows: Rows, span: slice, ids_T: np.ndarray) -> str:
     """Write one sample's rows; returns the file's checksum."""
     states_TLH = rows.states_NLH[span]
     tokens, layers, hidden = states_TLH.shape
-    dtype = str(states_TLH.dtype).removeprefix("torch.")
-    parts = [
-        memoryview(file_header(tokens, layers, hidden, dtype)),
-        ids_T.astype("<i8").data,
-    ]
-    if dtype == FP8:
+    form = StatesFormat(layers, hidden, str(states_TLH.dtype).removeprefix("torch."))
+    parts = [memoryview(file_header(tokens, form)), ids_T.astype("<i8").data]
+    if form.dtype == FP8:
         parts.append(rows.scale_NL[span].numpy().data)
     parts.append(states_TLH.view(torch.uint8).numpy().data)
     return write_parts(path, parts)

@@ -9,7 +9,8 @@ from common.artifacts import read_json
 from common.data.prompts import Prompt
 from common.errors import UserError
 from common.progress import Progress
-from common.verifier.config import Verifier, safetensors_header
+from common.tensor_files import read_header
+from common.verifier.config import Verifier
 
 
 def check_draft(folder: Path, verifier: Verifier) -> None:
@@ -17,7 +18,7 @@ def check_draft(folder: Path, verifier: Verifier) -> None:
     config = read_json(folder / "config.json")
     if not (folder / "model.safetensors").is_file():
         raise UserError(f"{folder}: has no model.safetensors; run 04_train.py to its end")
-    header = safetensors_header(folder / "model.safetensors")
+    header = read_header(folder / "model.safetensors")
     layer = config.get("transformer_layer_config", config)
     if not isinstance(layer, dict) or "fc.weight" not in header:
         raise UserError(f"{folder}: is not an EAGLE-3 draft (no fc.weight, or a damaged config)")
@@ -33,16 +34,17 @@ def check_draft(folder: Path, verifier: Verifier) -> None:
             f"{folder}/config.json: has no eagle_aux_hidden_state_layer_ids; a server would"
             " silently take other layers than it was trained on"
         )
-    if header["fc.weight"]["shape"][1] != len(ids) * verifier.hidden_size:
+    if header["fc.weight"].shape[1] != len(ids) * verifier.hidden_size:
         raise UserError(f"{folder}: fc.weight does not fit {len(ids)} aux layers")
     missing = [k for k in ("num_attention_heads", "rms_norm_eps") if k not in layer]
     if missing:
         raise UserError(f"{folder}/config.json: has no {missing[0]}; is it whole?")
     # a server would take a head or map that is not there for zeros, without a word
     rows = config.get("draft_vocab_size") or verifier.vocab_size
-    if header.get("lm_head.weight", {}).get("shape") != [rows, verifier.hidden_size]:
+    shapes = {name: place.shape for name, place in header.items()}
+    if shapes.get("lm_head.weight") != [rows, verifier.hidden_size]:
         raise UserError(f"{folder}: has no lm_head.weight of {rows} tokens; is it whole?")
-    if rows < verifier.vocab_size and header.get("d2t", {}).get("shape") != [rows]:
+    if rows < verifier.vocab_size and shapes.get("d2t") != [rows]:
         raise UserError(f"{folder}: has no d2t of {rows} tokens; is it whole?")
 
 

@@ -13,7 +13,9 @@ from common.draft.checkpoint import load_draft
 from common.draft.export import serving_layer_ids
 from common.errors import UserError
 from common.manifest import must_match
-from common.verifier.config import Verifier, fingerprint, read_tensors
+from common.verifier.config import Verifier
+from common.verifier.fingerprint import fingerprint
+from common.verifier.tensors import read_tensors
 
 if TYPE_CHECKING:
     import torch

@@ -13,69 +13,83 @@ A folder holds either those files, or shard folders `shard-<i>-of-<n>` that hold
 """
 
 import json
+import math
 import struct
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import xxhash
 
 from common.artifacts import atomic_file
 from common.errors import UserError
-from common.verifier.config import safetensors_header
+from common.tensor_files import TensorPlace, read_header
 
 if TYPE_CHECKING:
     import torch
 
-ROWS_A_FOLDER = 1000
+ROWS_PER_FOLDER = 1000
 FP8 = "float8_e4m3fn"
 FP8_MAX = 448.0
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, FP8: 1}
 SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", FP8: "F8_E4M3"}
+ITEM_BYTES = {"I64": 8, **{SAFETENSORS_DTYPES[d]: n for d, n in DTYPE_BYTES.items()}}
 
 
 def hidden_file(folder: Path, index: int) -> Path:
     """Path of a sample's file."""
-    first = index // ROWS_A_FOLDER * ROWS_A_FOLDER
-    return folder / f"rows_{first}-{first + ROWS_A_FOLDER - 1}" / f"hs_{index}.safetensors"
+    first = index // ROWS_PER_FOLDER * ROWS_PER_FOLDER
+    return folder / f"rows_{first}-{first + ROWS_PER_FOLDER - 1}" / f"hs_{index}.safetensors"
 
 
-def bytes_a_token(num_layers: int, hidden_size: int, dtype: str) -> int:
-    """Bytes on disk of one token: its states, their scales and its id (Kimi-K2.5: 57,352 in
-    bfloat16, 28,696 in float8)."""
-    scales = 4 * num_layers if dtype == FP8 else 0
-    return num_layers * hidden_size * DTYPE_BYTES[dtype] + scales + 8
+@dataclass(frozen=True)
+class StatesFormat:
+    """What a folder's files hold: the residual stream after `layers` layers, `hidden_size` wide,
+    in `dtype` (a torch name; float8_e4m3fn has a scale per token and layer)."""
+
+    layers: int
+    hidden_size: int
+    dtype: str
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes on disk of one token: its states, their scales and its id (Kimi-K2.5: 57,352 in
+        bfloat16, 28,696 in float8)."""
+        scales = 4 * self.layers if self.dtype == FP8 else 0
+        return self.layers * self.hidden_size * DTYPE_BYTES[self.dtype] + scales + 8
+
+    def tensors(self, tokens: int) -> dict[str, tuple[str, list[int]]]:
+        """The tensors of a file of so many tokens: name → (dtype as safetensors names it, shape),
+        in the order that the safetensors library gives them (widest dtype first)."""
+        found = {"token_ids": ("I64", [tokens])}
+        if self.dtype == FP8:
+            found["hidden_states_scale"] = ("F32", [tokens, self.layers])
+        shape = [tokens, self.layers, self.hidden_size]
+        return found | {"hidden_states": (SAFETENSORS_DTYPES[self.dtype], shape)}
 
 
 # ---------------------------------------------------------------- writing
 
 
-def file_header(tokens: int, num_layers: int, hidden_size: int, dtype: str) -> bytes:
+def file_header(tokens: int, form: StatesFormat) -> bytes:
     """What a safetensors file begins with: its length, the JSON of its tensors, padding.
 
-    Tensors lie in the order that the safetensors library gives them (widest dtype first).
     Source: the format's description, https://github.com/huggingface/safetensors.
     """
-    tensors = [("token_ids", "I64", [tokens], 8 * tokens)]
-    if dtype == FP8:
-        scales = ("hidden_states_scale", "F32", [tokens, num_layers], 4 * tokens * num_layers)
-        tensors.append(scales)
-    size = tokens * num_layers * hidden_size * DTYPE_BYTES[dtype]
-    shape = [tokens, num_layers, hidden_size]
-    tensors.append(("hidden_states", SAFETENSORS_DTYPES[dtype], shape, size))
     described, offset = {}, 0
-    for name, kind, shape, size in tensors:
-        described[name] = {"dtype": kind, "shape": shape, "data_offsets": [offset, offset + size]}
-        offset += size
+    for name, (kind, shape) in form.tensors(tokens).items():
+        end = offset + math.prod(shape) * ITEM_BYTES[kind]
+        described[name] = {"dtype": kind, "shape": shape, "data_offsets": [offset, end]}
+        offset = end
     text = json.dumps(described, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
 
 
-def file_bytes(tokens: int, num_layers: int, hidden_size: int, dtype: str) -> int:
+def file_bytes(tokens: int, form: StatesFormat) -> int:
     """Size of a sample's file."""
-    header = len(file_header(tokens, num_layers, hidden_size, dtype))
-    return header + tokens * bytes_a_token(num_layers, hidden_size, dtype)
+    return len(file_header(tokens, form)) + tokens * form.bytes_per_token
 
 
 def write_parts(path: Path, parts: "list[memoryview]") -> str:
@@ -130,38 +144,29 @@ def dequantize_rows(
 # ---------------------------------------------------------------- reading
 
 
-def check_hidden_file(
-    path: Path, tokens: int, num_layers: int, hidden_size: int, dtype: str
-) -> dict[str, Any]:
-    """The file's header; UserError unless it is whole and of the shape that the report promises."""
+def check_hidden_file(path: Path, tokens: int, form: StatesFormat) -> dict[str, TensorPlace]:
+    """Where the file's tensors lie; UserError unless it is complete and of the folder's format."""
     if not path.is_file():
         raise UserError(f"{path}: missing; run 03 again, it makes what is missing")
     try:
-        header = safetensors_header(path)
+        found = read_header(path)
     except UserError as e:
         raise UserError(f"{e}: delete it and run 03 again") from None
-    want: dict[str, tuple[list[int], str]] = {
-        "hidden_states": ([tokens, num_layers, hidden_size], SAFETENSORS_DTYPES[dtype]),
-        "token_ids": ([tokens], "I64"),
-    }
-    if dtype == FP8:
-        want["hidden_states_scale"] = ([tokens, num_layers], "F32")
-    for name, (shape, kind) in want.items():
-        found = header.get(name, {})
-        if (found.get("shape"), found.get("dtype")) != (shape, kind):
+    for name, (kind, shape) in form.tensors(tokens).items():
+        place = found.get(name)
+        if place is None or (place.shape, place.dtype) != (shape, kind):
+            has = f"{place.dtype} {place.shape}" if place else "missing"
             raise UserError(
-                f"{path}: {name} is {found.get('dtype')} {found.get('shape')}, expected {kind}"
-                f" {shape}; delete it and run 03 again"
+                f"{path}: {name} is {has}, expected {kind} {shape}; delete it and run 03 again"
             )
-    return header
+    return found
 
 
-def check_token_ids(path: Path, header: dict[str, Any], input_ids: np.ndarray) -> None:
-    """UserError unless a checked file, whose header this is, is of these ids."""
-    first, end = header["token_ids"]["data_offsets"]
+def check_token_ids(path: Path, place: TensorPlace, input_ids: np.ndarray) -> None:
+    """UserError unless a checked file, whose token_ids lie at `place`, is of these ids."""
     with open(path, "rb") as f:
-        f.seek(8 + int.from_bytes(f.read(8), "little") + first)
-        stored = np.frombuffer(f.read(end - first), dtype=np.int64)
+        f.seek(place.begin)
+        stored = np.frombuffer(f.read(place.end - place.begin), dtype=np.int64)
     if not np.array_equal(stored, input_ids):
         raise UserError(f"{path}: its token_ids are not the sample's; delete it and run 03 again")
 

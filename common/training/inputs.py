@@ -12,7 +12,8 @@ from common.data.vocab_map import load_map
 from common.manifest import Manifest, must_match, read_manifest
 from common.states.files import check_hidden_file, check_token_ids
 from common.states.folder import HiddenFolder, open_hidden
-from common.verifier.config import Verifier, fingerprint
+from common.verifier.config import Verifier
+from common.verifier.fingerprint import fingerprint
 
 
 @dataclass(frozen=True)
@@ -92,8 +93,8 @@ def read_samples_of(args, prepared: Path, hidden, model) -> dict[int, Sample]:
     for sample in found.values():
         size = len(sample.input_ids)
         path = hidden.file(sample.index)
-        header = check_hidden_file(path, size, *hidden.shape)
-        check_token_ids(path, header, sample.input_ids)
+        places = check_hidden_file(path, size, hidden.form)
+        check_token_ids(path, places["token_ids"], sample.input_ids)
         for flag, most in (
             ("--max-batch-tokens", args.max_batch_tokens),
             ("--max-seq-len", args.max_seq_len),

@@ -22,7 +22,7 @@ from common.draft.packed_row import FILL, PackedRow, make_row
 from common.errors import UserError
 from common.states.files import read_hidden
 from common.states.folder import HiddenFolder
-from common.verifier.config import safetensors_header
+from common.tensor_files import read_header
 
 READ_AHEAD = 2
 THREADS = max(2, min(8, (os.cpu_count() or 4) // 2))
@@ -60,9 +60,9 @@ class RowReader:
 
     def buffer(self) -> Buffer:
         """Room for one row of this reader's length, in the files' dtype."""
-        layers, hidden, dtype = self.hidden.shape
-        shape = (self.tokens, layers, hidden)
-        states = torch.zeros(shape, dtype=getattr(torch, dtype), pin_memory=self.pin)
+        form = self.hidden.form
+        shape = (self.tokens, form.layers, form.hidden_size)
+        states = torch.zeros(shape, dtype=getattr(torch, form.dtype), pin_memory=self.pin)
         scale = torch.zeros(shape[:2], pin_memory=self.pin) if states.itemsize == 1 else None
         return Buffer(states, scale)
 
@@ -100,15 +100,14 @@ class RowReader:
     def _read_sample(self, index: int, buffer: Buffer, start: int, end: int) -> None:
         """Read one sample's file into its place; UserError unless it is the sample's."""
         path = self.hidden.file(index)
-        header = safetensors_header(path)
+        header = read_header(path)
         ids = torch.empty(end - start, dtype=torch.int64)
         places = {"token_ids": ids, "hidden_states": buffer.states_TLH[start:end]}
         if buffer.scale_TL is not None:
             places["hidden_states_scale"] = buffer.scale_TL[start:end]
         with open(path, "rb", buffering=0) as f:
-            data = 8 + int.from_bytes(f.read(8), "little")
             for name, tensor in places.items():
-                f.seek(data + header[name]["data_offsets"][0])
+                f.seek(header[name].begin)
                 read_into(f, tensor, path)
         if not torch.equal(ids, torch.from_numpy(self.samples[index].input_ids).long()):
             raise UserError(

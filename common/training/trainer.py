@@ -15,7 +15,8 @@ from common.errors import UserError
 from common.training import step
 from common.training.loader import RowReader, rows_ahead
 from common.training.ranks import ALONE, GradientSum, Ranks
-from common.verifier.config import Verifier, read_tensors
+from common.verifier.config import Verifier
+from common.verifier.tensors import read_tensors
 
 
 def build(

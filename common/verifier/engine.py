@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError, again, finish, one_line, report_error
-from common.extraction.batching import MAX_SAMPLES_A_PASS, PASSES_IN_FLIGHT
 from common.progress import duration, heartbeat
 from common.verifier.config import Verifier
 
@@ -65,73 +64,6 @@ def default_engine_args(verifier: Verifier, tp_size: int) -> dict[str, Any]:
         # in vLLM's own process on CPU (a Triton dispatcher scan fails).
         args["distributed_executor_backend"] = "mp"
     return args
-
-
-SHORTEST = 32  # tokens that a capturing engine takes, however short the samples
-
-
-def capture_engine_args(
-    verifier: Verifier,
-    *,
-    tp_size: int,
-    longest: int,
-    max_batch_tokens: int,
-    batch_size: int,
-    dtype: str,
-    gpu_memory_utilization: float,
-    trust_remote_code: bool,
-    executor: str | None = None,
-) -> dict[str, Any]:
-    """Arguments of vllm.LLM for capturing hidden states: eager, no cache reuse, no tokenizer.
-
-    `longest`: tokens of the longest sample; `executor`: distributed_executor_backend where the
-    user sets one.
-    """
-    longest = max(longest, SHORTEST) + 1  # the one token that a request must generate
-    return default_engine_args(verifier, tp_size) | {
-        "enforce_eager": True,  # hooks fire in eager mode only
-        "skip_tokenizer_init": True,
-        "dtype": dtype,
-        "max_model_len": longest,
-        "max_num_batched_tokens": max(max_batch_tokens, longest),
-        "max_num_seqs": min(
-            min(batch_size, MAX_SAMPLES_A_PASS) * PASSES_IN_FLIGHT, max(max_batch_tokens, longest)
-        ),
-        "gpu_memory_utilization": gpu_memory_utilization,
-        "trust_remote_code": trust_remote_code,
-        # A pass is launched while the one before computes (extraction/runner.py). With
-        # Ray vLLM has such a queue in some versions only; on CPUs it turns this off.
-        "async_scheduling": executor in (None, "mp", "uni"),
-    }
-
-
-# What the capture and the plan of forward passes rest on, and the flag that sets it.
-CAPTURE_ARGS = {
-    "model": "--model-path",
-    "tensor_parallel_size": "--tp-size",
-    "dtype": "--dtype",
-    "max_model_len": "--max-seq-len",
-    "max_num_batched_tokens": "--max-batch-tokens",
-    "max_num_seqs": "--batch-size",
-    "gpu_memory_utilization": "--gpu-memory-utilization",
-    "trust_remote_code": "--trust-remote-code",
-    "enforce_eager": None,
-    "enable_prefix_caching": None,
-    "worker_extension_cls": None,
-    "async_scheduling": None,
-    "skip_tokenizer_init": None,
-    # The layers of a pass would lie on several ranks, one of which captures.
-    "pipeline_parallel_size": "--tp-size (or --num-shards)",
-}
-
-
-def check_engine_args(extra: dict[str, Any]) -> None:
-    """UserError for an --engine-args key that the capture depends on."""
-    for key in extra:
-        if key in CAPTURE_ARGS:
-            flag = CAPTURE_ARGS[key]
-            remedy = f"use {flag}" if flag else "the capture depends on its value"
-            raise UserError(f"--engine-args: {key} cannot be set here; {remedy}")
 
 
 @contextlib.contextmanager
@@ -221,22 +153,3 @@ def end_workers() -> None:
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-
-
-def require_kv_cache(llm: "LLM", units: list[list[int]], lengths: dict[int, int]) -> None:
-    """UserError unless the KV cache holds the passes in vLLM's queue at once, so that each runs
-    as one step."""
-    cache = llm.llm_engine.vllm_config.cache_config
-    size, blocks = int(cache.block_size or 0), int(cache.num_gpu_blocks or 0)
-    if not size or not blocks:
-        return
-    # a sample and the one token it must generate, in whole blocks; one block is vLLM's own
-    largest = max(sum(-(-(lengths[i] + 1) // size) for i in unit) for unit in units)
-    queue = PASSES_IN_FLIGHT if llm.llm_engine.vllm_config.scheduler_config.async_scheduling else 1
-    needed = largest * queue + 1
-    if needed > blocks:
-        raise UserError(
-            f"vLLM's KV cache holds {blocks * size} tokens, {queue} forward passes need"
-            f" {needed * size}; raise --gpu-memory-utilization (on a CPU VLLM_CPU_KVCACHE_SPACE,"
-            " in GiB) or lower --max-batch-tokens"
-        )

@@ -1,0 +1,70 @@
+"""What a run of 03 captures, and the batches it has to do."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common.data.samples import Sample
+from common.extraction.batching import MAX_SAMPLES_PER_BATCH, Batch
+from common.extraction.settings import ExtractSettings
+from common.states.files import StatesFormat
+from common.verifier.config import Verifier
+
+SampleIds = tuple[int, np.ndarray]  # a sample's index and its token ids, int32 [T]
+
+
+@dataclass(frozen=True)
+class Capture:
+    """What is captured of a verifier.
+
+    layers: 0-based, ascending; verifier_dtype: in which vLLM computes; form: of the files.
+    """
+
+    model: Verifier
+    layers: list[int]
+    verifier_dtype: str
+    form: StatesFormat
+
+    def settings(self, flags: ExtractSettings) -> dict[str, Any]:
+        """What gives the folder's files their meaning; a resume must have the same."""
+        settings = {
+            "layers": self.layers,
+            "layer_convention": "output",
+            "hidden_size": self.form.hidden_size,
+            "dtype": self.form.dtype,
+            "verifier_dtype": self.verifier_dtype,
+            "max_samples": flags.max_samples,
+            # Batch layout moves low bits: a resume must keep it.
+            "max_batch_tokens": flags.max_batch_tokens,
+            "batch_size": min(flags.batch_size, MAX_SAMPLES_PER_BATCH),
+            "tp_size": flags.tp_size,
+            "engine_args": flags.engine_args,
+        }
+        if flags.num_shards > 1:
+            settings["shard"] = [flags.shard_index, flags.num_shards]
+        return settings
+
+
+@dataclass(frozen=True)
+class Work:
+    """The batches that a run has to do, and what it needs for them.
+
+    samples: of these batches, by index; max_batch_tokens: of the plan; total_tokens: of the
+    folder, done and to do.
+    """
+
+    capture: Capture
+    out: Path
+    todo: list[Batch]
+    samples: dict[int, Sample]
+    max_batch_tokens: int
+    total_tokens: int
+
+    def inputs(self, indices: list[int], longest: int | None = None) -> list[SampleIds]:
+        """The samples' token ids, cut to `longest` tokens."""
+        return [(i, self.samples[i].input_ids[:longest]) for i in indices]
+
+    def tokens(self, indices: list[int]) -> int:
+        return sum(len(self.samples[i].input_ids) for i in indices)
