@@ -1,4 +1,4 @@
-"""Files that are whole or absent, hashes of content, and the disk they need."""
+"""Files that are complete or absent, hashes of content, and the disk they need."""
 
 import contextlib
 import hashlib
@@ -19,7 +19,7 @@ def atomic_file(path: Path, mode: str = "wb") -> Iterator[IO]:
     """Open a temporary file that becomes `path` when the block ends without an error.
 
     The bytes are on the disk before the name is (fsync, then rename), so a file
-    under its final name is whole even after a power cut. On an error nothing is left.
+    under its final name is complete even after a power cut. On an error nothing is left.
     """
     temporary = path.with_name(f".{path.name}.partial")
     encoding = None if "b" in mode else "utf-8"

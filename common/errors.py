@@ -110,7 +110,7 @@ def one_line(e: BaseException, most: int = 300) -> str:
 
 
 def again() -> str:
-    """What goes on with a run that has ended early; the same with --overwrite would begin anew."""
+    """How to resume a run that has ended early; the same with --overwrite would start over."""
     without = ", without --overwrite," if "--overwrite" in sys.argv else ""
     return f"run the same command again{without}"
 

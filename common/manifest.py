@@ -36,9 +36,9 @@ PRODUCTS = {
     "train": DRAFT,
     "evaluate": ("result.json", "table.txt"),
 }
-RESUMED = ("state", "with_draft.json")  # what a stage that goes on would take for its own
+RESUMED = ("state", "with_draft.json")  # what a stage would resume from
 PROBE = ".probe"  # files of 03's self-check, until it ends
-# Names that stages write, whole or under way: what --overwrite may delete.
+# Names that stages write, complete or partial: what --overwrite may delete.
 OURS = (
     MANIFEST, LOCK, ".*.partial", PROBE, "plan.json", "sample_lengths.json", "journal.jsonl",
     "rows_*-*", "shard-*-of-*", "coverage.png", "metrics.jsonl", "curves.png", "tensorboard",
@@ -77,7 +77,7 @@ class Stage:
 class Manifest:
     """A finished stage: what it was asked, what it counted, the hash of its content.
 
-    more: what the stage tells beside these, as JSON.
+    more: the stage's other keys, as JSON.
     """
 
     stage: Stage
@@ -147,8 +147,8 @@ def read_manifest(folder: Path, stage: str) -> Manifest:
         raise UserError(
             f"{folder}: its stage ({stage}) has not finished; run its command again to continue"
         )
-    whole = all(isinstance(found.get(k), dict) for k in ("settings", "inputs", "counts"))
-    if not whole or not isinstance(found.get("content_sha256"), str):
+    valid = all(isinstance(found.get(k), dict) for k in ("settings", "inputs", "counts"))
+    if not valid or not isinstance(found.get("content_sha256"), str):
         raise UserError(f"{folder / MANIFEST}: is damaged; make the folder again with --overwrite")
     return Manifest(
         Stage(stage, found["settings"], found["inputs"]),
@@ -159,7 +159,7 @@ def read_manifest(folder: Path, stage: str) -> Manifest:
 
 
 def recorded(folder: Path, part: str, name: str) -> Any:
-    """One of the `settings` or `inputs` in a folder's manifest; None without it, or without a whole
+    """One of the `settings` or `inputs` in a folder's manifest; None without it, or with a damaged
     manifest (which earlier_run refuses with the remedy)."""
     try:
         values = read_json(folder / MANIFEST).get(part)
@@ -198,8 +198,8 @@ class Output:
         it made is there).
 
         UserError when it holds a run with other settings or other input data, so that stale
-        data is never reused in silence, or data of which no manifest tells what they are, and when
-        --overwrite would delete what is not ours.
+        data is never reused in silence, or data without a manifest, and when --overwrite
+        would delete what is not ours.
         """
         folder, stage, overwrite = self.folder, self.stage, self.overwrite
         path, products = folder / MANIFEST, PRODUCTS.get(stage.name, ())
@@ -231,8 +231,8 @@ class Output:
             if not isinstance(found.get(key), dict):
                 raise UserError(f"{path}: has no {key}; --overwrite makes the folder again")
         check_same(folder, stage, Stage(stage.name, found["settings"], found["inputs"]))
-        whole = all((folder / name).exists() for name in products)
-        return "complete" if whole and found.get("status") == "complete" else "in_progress"
+        there = all((folder / name).exists() for name in products)
+        return "complete" if there and found.get("status") == "complete" else "in_progress"
 
     def lock(self, state: str) -> None:
         """Make the folder and lock it against a second run, as long as the process lasts (a file
@@ -243,7 +243,7 @@ class Output:
         folder = self.folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            lock = open(folder / LOCK, "w")  # noqa: SIM115 (held until the process ends)
+            lock = open(folder / LOCK, "w")  # noqa: SIM115 (open until the process ends)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

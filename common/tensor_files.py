@@ -46,5 +46,5 @@ def read_header(path: Path) -> dict[str, TensorPlace]:
         if promised != size:
             raise ValueError(f"{size} bytes, its header promises {promised}")
     except (ValueError, KeyError, TypeError, AttributeError, struct.error) as e:
-        raise UserError(f"{path}: not a whole safetensors file ({e}); make it again") from None
+        raise UserError(f"{path}: not a complete safetensors file ({e}); make it again") from None
     return places

@@ -18,7 +18,7 @@ vml.settle()  # vLLM imports this first, then loads the model and makes its rota
 class WorkerExtension(CaptureMethods, ServingMethods):
     """Worker methods, called on all ranks by collective_rpc.
 
-    A shell sends Ctrl-C, and often SIGTERM, to the whole process group. Workers that react
+    A shell sends Ctrl-C, and often SIGTERM, to the process group. Workers that react
     die before the main process has finished its step and take the engine with them.
     """
 

@@ -100,7 +100,7 @@ def test_a_truncated_hidden_states_file(tiny_stages, tmp_path):
     path = hidden / "rows_0-999" / "hs_3.safetensors"
     path.write_bytes(path.read_bytes()[:-10])
     result = script("04_train.py", *train_args(tiny_stages | {"hidden": hidden}, tmp_path / "d"))
-    fails(result, "hs_3.safetensors: not a whole safetensors file", folder=tmp_path / "d")
+    fails(result, "hs_3.safetensors: not a complete safetensors file", folder=tmp_path / "d")
     path.unlink()
     result = script("04_train.py", *train_args(tiny_stages | {"hidden": hidden}, tmp_path / "d"))
     fails(result, "hs_3.safetensors: missing", folder=tmp_path / "d")

@@ -111,7 +111,7 @@ def test_a_weight_file_cut_short_is_refused(tiny_stages, tmp_path):
     args = ["--model-path", model, "--prepared-data", tiny_stages["prepared"]]
     result = script("03_extract_hidden_states.py", *args, "--output-dir", tmp_path / "o")
     assert result.returncode == 1
-    assert "not a whole safetensors file" in last_line(result)
+    assert "not a complete safetensors file" in last_line(result)
 
 
 GB = 10**9

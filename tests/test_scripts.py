@@ -223,7 +223,7 @@ def test_evaluation_serves_the_draft_both_ways(tiny_stages, tmp_path):
     (draft / "model.safetensors").write_bytes(b"")
     broken = script("tools/evaluate_draft.py", *args)
     assert broken.returncode == 1
-    assert "not a whole safetensors file" in last_line(broken)
+    assert "not a complete safetensors file" in last_line(broken)
 
 
 def test_extraction_that_is_asked_to_stop_resumes_to_the_same_bytes(tiny_stages, tmp_path):

@@ -4,7 +4,7 @@ import bisect
 import heapq
 from dataclasses import dataclass
 
-# vLLM's start-up profiling runs a sampler on max_num_seqs rows of the whole vocabulary:
+# vLLM's start-up profiling runs a sampler on max_num_seqs rows of the full vocabulary:
 # 2000 rows x 163840 float32 and a sort are 7 GB, 256 rows under 1 GB. Two batches are in
 # vLLM's queue at a time, so one gets half of 256.
 BATCHES_IN_FLIGHT = 2

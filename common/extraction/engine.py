@@ -50,7 +50,7 @@ def require_kv_cache(llm: Any, batches: list[list[int]], lengths: dict[int, int]
     size, blocks = int(cache.block_size or 0), int(cache.num_gpu_blocks or 0)
     if not size or not blocks:
         return
-    # a sample and the one token it must generate, in whole blocks; one block is vLLM's own
+    # a sample and the one token it must generate, rounded up to blocks; one block is vLLM's own
     largest = max(sum(-(-(lengths[i] + 1) // size) for i in batch) for batch in batches)
     queue = BATCHES_IN_FLIGHT if llm.llm_engine.vllm_config.scheduler_config.async_scheduling else 1
     needed = largest * queue + 1

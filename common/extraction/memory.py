@@ -36,7 +36,7 @@ class Memory:
 def memory_needed(capture: Capture, weights: Weights, tp_size: int, tokens: int) -> Memory:
     """Bytes per rank for forward passes of `tokens` tokens.
 
-    Weights are split evenly over ranks but for what each holds whole: MLA's projections into
+    Weights are split evenly over ranks but for what each has in full: MLA's projections into
     the latent spaces and the routers. Activations are a rough count of what lives at once: the
     residual stream, the widest layer's inner activations (of a mixture of experts one row for
     each of a token's experts, hidden wide), and the 256 rows of logits of vLLM's profiling.
@@ -124,7 +124,7 @@ def cpu_vllm(installed: dict[str, str] | None = None) -> bool:
 def check_gpus(
     found: list[Gpu], need: Memory, tp_size: int, utilization: float, engine_args: dict[str, Any]
 ) -> None:
-    """UserError when the GPUs here cannot hold what one rank each needs."""
+    """UserError when the GPUs here have too little memory for one rank each."""
     if engine_args.get("distributed_executor_backend") == "ray" or "nnodes" in engine_args:
         return  # ranks on other machines
     if len(found) < tp_size:
@@ -136,10 +136,10 @@ def check_gpus(
         share = int(gpu.total * utilization)
         where = f"GPU {gpu.index} ({gpu.name})"
         if gpu.free < share:
-            held = "; ".join(gpu.holders) or "no process that the driver shows"
+            users = "; ".join(gpu.holders) or "no process that the driver shows"
             raise UserError(
                 f"{where}: {gpu.free / GB:.1f} GB free, --gpu-memory-utilization"
-                f" {utilization} asks for {share / GB:.1f}; used by {held}. End it, or lower the"
+                f" {utilization} asks for {share / GB:.1f}; used by {users}. End it, or lower the"
                 " flag"
             )
         if need.vllm > share:
@@ -157,7 +157,7 @@ def check_gpus(
 
 
 def check_host(need: Memory, on_cpu: bool, tp_size: int) -> None:
-    """UserError when the host's memory cannot hold the writers' buffers (and a CPU's weights)."""
+    """UserError when the host has too little memory for the writers' buffers (and a CPU's weights)."""
     import psutil
 
     available = psutil.virtual_memory().available

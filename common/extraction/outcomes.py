@@ -20,7 +20,7 @@ class Outcomes:
 
     def __init__(self, samples: dict[int, Sample], out: Path, journal: Journal, bar: Progress):
         self.samples, self.out, self.journal, self.bar = samples, out, journal, bar
-        self.failed: list[Batch] = []  # to run again, whole or in part
+        self.failed: list[Batch] = []  # to run again, all or some of their samples
         self._members: dict[int, list[int]] = {}  # of batches in flight
         self._checksums: dict[int, dict[int, str]] = {}
         self._missing: dict[int, dict[int, str]] = {}

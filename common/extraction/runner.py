@@ -32,7 +32,7 @@ from common.states.journal import Journal
 
 FAILED_BATCHES = 3  # in a row without one good sample: the engine is checked
 # A run warms up only if it has this many times the batches of the warm-up: where few long batches
-# make up a run, as on a CPU, warming up would cost more than it tells.
+# make up a run, as on a CPU, warming up would cost more than it shows.
 WARM_UP_SHARE = 10
 
 

@@ -1,4 +1,4 @@
-"""Does the capture hold what it claims? Asked of the verifier before data is written.
+"""Whether the capture is right, checked against the verifier before data is written.
 
 * The final layer: log_softmax(lm_head(norm(h))) of the captured rows, with the tensors
   that 04 will train against, must reproduce the verifier's own prompt log-probabilities.

@@ -177,7 +177,7 @@ def match_rows(
 ) -> dict[int, int]:
     """Find each sample's first row in a forward pass: index → row.
 
-    A sample runs whole (the token budget is at least its length), so a run of rows at
+    A sample runs in one piece (the token budget is at least its length), so a run of rows at
     positions 0, 1, 2... whose ids are the sample's is the sample, in whatever order a runner
     lays requests out. Samples with equal ids take equal runs in order.
     """

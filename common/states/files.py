@@ -1,6 +1,6 @@
 """The files of hidden states that 03 writes and 04 reads.
 
-<hidden_states>/rows_<first>-<last>/hs_<index>.safetensors, one a sample:
+<hidden_states>/rows_<first>-<last>/hs_<index>.safetensors, one per sample:
 
     hidden_states        [T, len(layers), H]  residual stream after each layer, layers
                                               ascending; the last is the final layer before
@@ -9,7 +9,7 @@
                                               hidden_states * hidden_states_scale
     token_ids            int64 [T]
 
-A folder holds either those files, or shard folders `shard-<i>-of-<n>` that hold them.
+A folder holds either those files, or shard folders `shard-<i>-of-<n>` with them.
 """
 
 import json
@@ -93,7 +93,7 @@ def file_bytes(tokens: int, form: StatesFormat) -> int:
 
 
 def write_parts(path: Path, parts: "list[memoryview]") -> str:
-    """Write a file from its parts, whole or not at all; returns the xxh3_128 of its bytes.
+    """Write a file from its parts, complete or not at all; returns the xxh3_128 of its bytes.
 
     Runs no tensor operations and lets go of the interpreter while it hashes and writes, so
     that many threads can run it beside the forward passes.

@@ -53,8 +53,8 @@ def open_hidden(path: Path, lone_shard: bool = False) -> HiddenFolder:
     UserError when one is missing, unfinished, made with other settings or data, or not the
     shard that its name says; and for a shard without the others unless `lone_shard`.
     """
-    whole = (path / MANIFEST).exists()
-    parts = [path] if whole else shard_folders(path)
+    unsharded = (path / MANIFEST).exists()
+    parts = [path] if unsharded else shard_folders(path)
     if not parts:
         read_json(path / MANIFEST)  # says what is wrong
     manifests = [read_manifest(part, "extract") for part in parts]
@@ -63,11 +63,11 @@ def open_hidden(path: Path, lone_shard: bool = False) -> HiddenFolder:
     for n, (part, manifest) in enumerate(zip(parts, manifests, strict=True)):
         theirs = dict(manifest.stage.settings)
         shard = theirs.pop("shard", None)
-        if whole and shard and not lone_shard:
+        if unsharded and shard and not lone_shard:
             raise UserError(
                 f"{part}: is shard {shard[0]} of {shard[1]}; pass the folder that holds all of them"
             )
-        if not whole and shard != [n, len(parts)]:
+        if not unsharded and shard != [n, len(parts)]:
             raise UserError(f"{part}: holds shard {shard}, not the one that its name says")
         if (theirs, manifest.stage.inputs) != (settings, first.stage.inputs):
             raise UserError(
@@ -91,10 +91,10 @@ def open_hidden(path: Path, lone_shard: bool = False) -> HiddenFolder:
             )
         lengths |= found
         folders |= dict.fromkeys(found, part)
-        if not whole:
+        if not unsharded:
             sums |= checksums(read_entries(part))
     stage = Stage("extract", settings, first.stage.inputs)
-    content = first.content_sha256 if whole else stage.content_sha256(data_sha256(sums))
+    content = first.content_sha256 if unsharded else stage.content_sha256(data_sha256(sums))
     lengths = dict(sorted(lengths.items()))
     return HiddenFolder(path, settings, first.stage.inputs, content, lengths, folders)
 

@@ -28,7 +28,7 @@ LOAD_TIMEOUT = 7200.0  # seconds; a 1T model takes 22 minutes
 def prepare_environment(tp_size: int) -> None:
     """Set what vLLM reads from the environment. But for VLLM_ENABLE_V1_MULTIPROCESSING, on
     which determinism rests, a variable that the user has set is left alone."""
-    # The engine core stays in this process: one planned unit then runs as one step,
+    # The engine core stays in this process: one planned batch then runs as one step,
     # in the same layout every time, and start-up saves a process (at TP=1).
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     # A forked worker can hang once this process has used torch's threads.
@@ -134,7 +134,7 @@ def stop_engine(llm: "LLM") -> None:
 
 
 def engine_died(reason: str) -> UserError:
-    """The error for an engine that cannot go on in this process."""
+    """The error for an engine that cannot continue in this process."""
     return UserError(
         f"vLLM's engine died ({reason}); what is finished is saved, {again()} to continue"
     )

@@ -75,11 +75,11 @@ def add_samples(digest: Any, verifier: Verifier, where: dict[str, str], keys: li
     files: dict[str, list[str]] = {}
     for key in keys:
         files.setdefault(where[key], []).append(key)
-    for name, held in sorted(files.items()):
+    for name, names in sorted(files.items()):
         path = model_file(verifier.path, name)
         places = read_header(path)
         with open(path, "rb") as f:
-            for key in sorted(held):
+            for key in sorted(names):
                 if key not in places:
                     raise UserError(f"{path}: has no {key}, which the index puts there")
                 begin, end = places[key].begin, places[key].end
