@@ -157,7 +157,7 @@ def check_gpus(
 
 
 def check_host(need: Memory, on_cpu: bool, tp_size: int) -> None:
-    """UserError when the host has too little memory for the writers' buffers (and a CPU's weights)."""
+    """UserError when the host lacks memory for the writers' buffers (and a CPU's weights)."""
     import psutil
 
     available = psutil.virtual_memory().available
