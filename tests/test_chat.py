@@ -99,7 +99,7 @@ def check_ids(template: Template, messages: list[dict], sample: Encoded) -> None
     rendered = [template.prompt_ids(before) for before in asked]
     if sample.notes:  # the rendering lacks the end of the generation prompt
         finished = [messages[: len(before) + 1] for before in asked]
-        texts = [template.ids(template.text(x, False)) for x in finished]
+        texts = [template.ids(template.render(x, False)) for x in finished]
         assert any(ids[: len(prompt)] == prompt for ids in [*texts, *rendered])
         assert "note: turns whose rendering lacks" in sample.notes[0]
     else:
@@ -227,7 +227,7 @@ def test_a_tokenizer_that_puts_a_space_before_a_text(name, scheme):
     own.add_special_tokens({"additional_special_tokens": list(case.special)})
     own.chat_template = case.source
     template = Template(own, tuple(own.added_tokens_encoder[token] for token in case.ends))
-    assert not template.goes_on
+    assert not template.ids_stand_alone
     talk = [("Hi there", "Hello!"), ("Name two", "Red\n\nGreen")]
     samples = template.encode(turns(*talk))
     tokens = [
@@ -235,7 +235,7 @@ def test_a_tokenizer_that_puts_a_space_before_a_text(name, scheme):
         for pairs in (list(zip(s.input_ids, s.loss_mask, strict=True)) for s in samples)
     ]
     want = "".join(case.said(a, "") for _, a in talk).replace(" ", "▁")
-    finished = template.ids(template.text(turns(*talk), False))
+    finished = template.ids(template.render(turns(*talk), False))
     if scheme == "first":
         assert "".join(tokens) == want
     else:  # parts get spaces of their own, which are the template's

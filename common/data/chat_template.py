@@ -1,8 +1,11 @@
 """Conversations → token ids and loss masks, through the verifier's own chat template.
 
-A loss position is an answer token, its end-of-turn token included. For every assistant turn the
-prompt is the template's rendering of what comes before it with a generation prompt, as the
-server would send it, and the answer is what the finished rendering adds:
+Here is decided which tokens are answers: loss_mask is 1 on an answer's tokens, its end-of-turn
+token included, and 0 elsewhere. Which predictions of the draft carry loss follows from the mask, in
+draft/loss_table.py.
+
+For every assistant turn the prompt is the template's rendering of what comes before it with a
+generation prompt, as the server would send it, and the answer is what the finished rendering adds:
 
     <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n Hello!<|im_end|> \\n
     `------------- prompt (mask 0) -----------------------' `- answer (1) -'  (cut)
@@ -10,32 +13,62 @@ server would send it, and the answer is what the finished rendering adds:
 Each turn is rendered as the last one, so that nothing that a template does to earlier turns
 touches it. Turns are kept in one sample while each prompt extends the one before; where a
 template rewrites history (drops earlier reasoning), a turn starts a sample of its own.
+
+Templates have quirks: some open `<think>` in the generation prompt, drop reasoning, trim, or mark
+answers by {% generation %}. No template is known here by its name; `Template.split` and
+`split_by_marks` find the border from what renderings show. A new quirk starts as a case in
+tests/templates.py, with what the verifier says in a turn; if test_chat.py then fails, `split` is
+the place to handle it.
 """
 
 import json
 import re
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from common.data.conversations import RowError
 from common.errors import UserError
 
-# Stand for texts in renderings, to find where a template puts them.
-ANSWER, NEXT = "\ue000answer\ue001", "\ue000next\ue001"
+# Stand for an answer's and another message's text in renderings, to find where a template puts
+# them; private-use characters, which no data hold.
+ANSWER, MESSAGE = "\ue000answer\ue001", "\ue000next\ue001"
 THINK, END_THINK = "<think>", "</think>"
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """One tokenized sample: ids and mask of equal length; `notes` is for the report."""
+    """One tokenized sample: ids and mask of equal length; `notes` are counted in the manifest."""
 
     input_ids: list[int]
     loss_mask: list[int]
     notes: list[str] = field(default_factory=list)
 
 
+class Split(NamedTuple):
+    """A rendering up to one answer's end, as text: what the verifier is given, and what it says
+    (with what the template adds behind); `notes` as in Encoded."""
+
+    prompt: str
+    answer: str
+    notes: list[str]
+
+
+class Headers(NamedTuple):
+    """What a template puts between the last message's text and the answer, as in
+    `<|im_end|>\\n<|im_start|>assistant\\n<think>`.
+
+    answer_start: where the answer begins in the finished rendering.
+    prompt: the header in a rendering with a generation prompt.
+    finished: the header in finished renderings, which may lack its end (`<think>`).
+    """
+
+    answer_start: int
+    prompt: str
+    finished: str
+
+
 def load_tokenizer(model_path: str, trust_remote_code: bool) -> Any:
-    """Load the verifier's tokenizer; remote code runs only by flag, and nothing is asked."""
+    """Load the verifier's tokenizer; code that ships with it runs only with trust_remote_code."""
     from transformers import AutoTokenizer
 
     try:
@@ -64,23 +97,25 @@ class Template:
         self, tokenizer: Any, end_ids: tuple[int, ...], options: dict[str, Any] | None = None
     ):
         self.tokenizer, self.end_ids, self.options = tokenizer, end_ids, options or {}
-        self.ends = [tokenizer.decode([i]) for i in end_ids]
+        self.end_texts = [tokenizer.decode([i]) for i in end_ids]
         template = getattr(tokenizer, "chat_template", None)
         marks = re.search(r"\{%-?\s*generation\b", template if isinstance(template, str) else "")
         self.marks_answers = marks is not None
-        # a text's ids are the same after another one (whose last token it does not join)
-        ids, behind, before = (self.ids(x) for x in ("one", "\none", "\n"))
-        self.goes_on = behind == before + ids
-        self._openers: dict[str, list[int]] = {}
+        # whether a text has the same ids behind another one (whose last token it does not join)
+        alone, behind, before = (self.ids(text) for text in ("one", "\none", "\n"))
+        self.ids_stand_alone = behind == before + alone
+        self._role_tokens: dict[str, list[int]] = {}
 
-    def text(self, messages: list[dict], prompt: bool, tools: list | None = None) -> str:
+    def render(
+        self, messages: list[dict], generation_prompt: bool, tools: list | None = None
+    ) -> str:
         """The rendering, with a generation prompt or finished; RowError where it is refused."""
         try:
             return self.tokenizer.apply_chat_template(
                 messages,
                 tools=tools,
                 tokenize=False,
-                add_generation_prompt=prompt,
+                add_generation_prompt=generation_prompt,
                 **self.options,
             )
         except Exception as e:  # templates raise whatever their authors chose
@@ -92,16 +127,48 @@ class Template:
 
     def prompt_ids(self, messages: list[dict], tools: list | None = None) -> list[int]:
         """What a server is sent to have these messages answered."""
-        return self.ids(self.text(messages, True, tools))
+        return self.ids(self.render(messages, True, tools))
 
     def has_special_tokens(self, text: str) -> bool:
         """Whether a text spells out special tokens, which are no text to the template."""
         ids, decode = self.ids(text), self.tokenizer.decode
         return bool(decode(ids) != decode(ids, skip_special_tokens=True))
 
-    # ------------------------------------------------------------ one answer
+    # ------------------------------------------------------------ a conversation
 
-    def turn(
+    def encode(self, messages: list[dict], tools: list | None = None) -> list[Encoded]:
+        """Tokenize a conversation into one sample, or several where history is rewritten.
+
+        Raises RowError when no turn is the assistant's, and where the tokens of an answer cannot be
+        told with certainty.
+        """
+        turns = [n for n, m in enumerate(messages) if m["role"] == "assistant"]
+        if not turns:
+            raise RowError("no assistant turn")
+        if turns[0] == 0:  # answers no prompt: context for the others
+            turns.pop(0)
+        if not turns:
+            raise RowError("no prompt", "the assistant speaks first, and nobody after")
+        samples: list[Encoded] = []
+        unseen: list[str] = []
+        first = messages[: turns[0]]
+        if tools and self.render(first, True, tools) == self.render(first, True):
+            unseen = ["note: conversations whose tools the template does not show"]
+        for n in turns:
+            prompt, answer, notes = self.turn_ids(messages, n, tools)
+            notes, unseen = unseen + notes, []
+            last = samples[-1] if samples else None
+            if last is not None and prompt[: len(last.input_ids)] == last.input_ids:
+                mask = last.loss_mask + [0] * (len(prompt) - len(last.input_ids))
+                notes = last.notes + notes
+                samples.pop()
+            else:
+                mask = [0] * len(prompt)
+            loss = 0 if messages[n].get("weight") == 0 else 1
+            samples.append(Encoded(prompt + answer, mask + [loss] * len(answer), notes))
+        return samples
+
+    def turn_ids(
         self, messages: list[dict], n: int, tools: list | None
     ) -> tuple[list[int], list[int], list[str]]:
         """(prompt ids, answer ids, notes) of assistant turn n, as if the verifier had said it."""
@@ -109,36 +176,79 @@ class Template:
         calls = message.get("tool_calls", [])
         said = message["content"] + message.get("reasoning_content", "")
         said += json.dumps(calls, ensure_ascii=False) if calls else ""
-        if any(end and end in said for end in self.ends):
+        if any(end and end in said for end in self.end_texts):
             raise RowError("end-of-turn token inside an answer", f"turn {n}")
-        marked = self.marked(messages, n, tools) if self.marks_answers else None
-        notes: list[str] = []
-        if marked is None:
-            prompt_text, text, notes = self.split(messages, n, tools)
-        else:
-            prompt_text, text = marked
-            if reasoning_of(message) not in text or not self.shows_field(
-                messages[:n], message, tools
-            ):
-                raise lost_reasoning(n)
-        prompt = self.ids(prompt_text)
-        answer = self.continuation(prompt_text, prompt, text)
-        if calls and not self.shows_calls(messages[: n + 1], tools):
+        split = self.split_by_marks(messages, n, tools) if self.marks_answers else None
+        if split is None:
+            split = self.split(messages, n, tools)
+        prompt = self.ids(split.prompt)
+        answer = self.answer_ids(split, prompt)
+        if calls and not self.shows_calls(messages[:n], message, tools):
             raise RowError("tool calls dropped by the template", f"turn {n}")
         # Whatever follows the end-of-turn token belongs to the template, not to the answer.
         end = next((k for k, token in enumerate(answer) if token in self.end_ids), None)
         if end is not None:
-            return prompt, answer[: end + 1], notes
+            return prompt, answer[: end + 1], split.notes
         following = "tool" if calls else "user"
         if n + 1 < len(messages):
             following = messages[n + 1]["role"]
-        return prompt, answer + self.opener(following), notes
+        return prompt, answer + self.ending_role_token(following), split.notes
 
-    def marked(self, messages: list[dict], n: int, tools: list | None) -> tuple[str, str] | None:
-        """(prompt, rest), as text, where the template marks answers by {% generation %}; None
-        where it has not marked this one."""
-        finished, spans = self.marks(messages[: n + 1], tools)
-        prompt = self.text(messages[:n], True, tools)
+    # ------------------------------------------------------------ where an answer begins
+
+    def split(self, messages: list[dict], n: int, tools: list | None) -> Split:
+        """Find the border between prompt and answer of turn n by what its renderings show."""
+        before, message = messages[:n], messages[n]
+        prompt = self.render(before, True, tools)
+        finished = self.render([*before, message], False, tools)
+        reasoning = reasoning_of(message)
+        rest, shown = finished[len(prompt) :], self.shows_reasoning(before, message, tools)
+        if finished.startswith(prompt) and shown and reasoning in rest:
+            return Split(prompt, rest, [])
+        # The rendering of earlier turns is another one, or lacks the end of the prompt (an opened
+        # `<think>`), or the reasoning: look at what stands between last question and answer.
+        header = self.headers(before, finished, tools)
+        rest = finished[header.answer_start :]
+        if shown and (reasoning in rest or reasoning in header.finished):
+            if header.finished.startswith(header.prompt):
+                return Split(prompt, header.finished[len(header.prompt) :] + rest, [])
+            note = "note: turns whose rendering lacks the end of the generation prompt"
+            return Split(prompt[: len(prompt) - len(header.prompt)] + header.finished, rest, [note])
+        if not header.prompt.rstrip().endswith(THINK):
+            raise lost_reasoning(n)
+        # Said after a prompt that opens the reasoning, then dropped by the template: from its own
+        # field, ...
+        closing = header.finished.removeprefix(header.prompt.rstrip().removesuffix(THINK))
+        closing = closing.removeprefix(THINK)
+        if closing.lstrip().startswith(END_THINK):
+            return Split(prompt, reasoning + closing + rest, [])
+        # ... or from the content before `</think>`.
+        thought, _, answer = message["content"].partition(END_THINK)
+        kept = answer.strip()
+        if not answer or kept not in rest:
+            raise lost_reasoning(n)
+        thought = thought.lstrip().removeprefix(THINK)
+        thought = thought.removeprefix(header.prompt[header.prompt.rindex(THINK) + len(THINK) :])
+        gap = answer[: len(answer) - len(answer.lstrip())]
+        return Split(prompt, thought + END_THINK + gap + rest[rest.index(kept) :], [])
+
+    def headers(self, before: list[dict], finished: str, tools: list | None) -> Headers:
+        """See Headers; RowError where a finished rendering does not go on from its prompt."""
+        answer = {"role": "assistant", "content": ANSWER}
+        start = self.render([*before, answer], False, tools).find(ANSWER)
+        last = [*before[:-1], before[-1] | {"content": MESSAGE}]
+        prompt = self.render(last, True, tools)
+        up_to_answer = self.render([*last, answer], False, tools).partition(ANSWER)[0]
+        of_prompt, of_finished = (x.rpartition(MESSAGE)[2] for x in (prompt, up_to_answer))
+        if start < 0 or MESSAGE not in prompt or not finished[:start].endswith(of_finished):
+            raise RowError("template rewrites the prompt", "the finished rendering is another text")
+        return Headers(start, of_prompt, of_finished)
+
+    def split_by_marks(self, messages: list[dict], n: int, tools: list | None) -> Split | None:
+        """Split turn n where the template marks answers by {% generation %}; None where it has not
+        marked this one."""
+        finished, spans = self.marked_spans(messages[: n + 1], tools)
+        prompt = self.render(messages[:n], True, tools)
         if not finished.startswith(prompt):
             return None
         # some turns may be marked only, or parts of a turn one by one
@@ -146,37 +256,17 @@ class Template:
         if start is None:
             return None
         start = max(start, len(prompt))
-        return finished[:start], finished[start:]
+        answer = finished[start:]
+        if reasoning_of(messages[n]) not in answer or not self.shows_reasoning(
+            messages[:n], messages[n], tools
+        ):
+            raise lost_reasoning(n)
+        return Split(finished[:start], answer, [])
 
-    def shows_calls(self, messages: list[dict], tools: list | None) -> bool:
-        """Whether the finished rendering tells each call of the last turn, its arguments too."""
-        *before, message = messages
-        calls = message["tool_calls"]
-        for n, call in enumerate(calls):
-            bare = {**call, "function": call["function"] | {"arguments": {}}}
-            others = [[*calls[:n], *calls[n + 1 :]]]
-            others += [[*calls[:n], bare, *calls[n + 1 :]]] if call["function"]["arguments"] else []
-            for other in others:
-                if self.same(before, message, message | {"tool_calls": other}, tools):
-                    return False
-        return True
-
-    def shows_field(self, before: list[dict], message: dict, tools: list | None) -> bool:
-        """Whether a turn's reasoning_content, if it has one, changes its finished rendering: text
-        like it may stand there by chance."""
-        without = {k: v for k, v in message.items() if k != "reasoning_content"}
-        return len(without) == len(message) or not self.same(before, message, without, tools)
-
-    def same(self, before: list[dict], one: dict, other: dict, tools: list | None) -> bool:
-        """Whether two turns have the same finished rendering; a turn that is refused has none."""
-        try:
-            found = self.text([*before, other], False, tools)
-        except RowError:
-            return False
-        return found == self.text([*before, one], False, tools)
-
-    def marks(self, messages: list[dict], tools: list | None) -> tuple[str, list[tuple[int, int]]]:
-        """The finished rendering, and what of it stands within {% generation %}."""
+    def marked_spans(
+        self, messages: list[dict], tools: list | None
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The finished rendering, and the (start, end) of what stands within {% generation %}."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
@@ -192,65 +282,53 @@ class Template:
         (finished,), (spans,) = rendered
         return finished, spans
 
-    def split(self, messages: list[dict], n: int, tools: list | None) -> tuple[str, str, list[str]]:
-        """(prompt, what the verifier says from there on, notes), as text."""
-        before, message = messages[:n], messages[n]
-        prompt = self.text(before, True, tools)
-        finished = self.text([*before, message], False, tools)
-        reasoning = reasoning_of(message)
-        rest, shown = finished[len(prompt) :], self.shows_field(before, message, tools)
-        if finished.startswith(prompt) and shown and reasoning in rest:
-            return prompt, rest, []
-        # The rendering of earlier turns is another one, or lacks the end of the prompt (an opened
-        # `<think>`), or the reasoning: look at what stands between last question and answer.
-        at, asked, told = self.leads(before, finished, tools)
-        rest = finished[at:]
-        if shown and (reasoning in rest or reasoning in told):
-            if told.startswith(asked):
-                return prompt, told[len(asked) :] + rest, []
-            note = "note: turns whose rendering lacks the end of the generation prompt"
-            return prompt[: len(prompt) - len(asked)] + told, rest, [note]
-        if not asked.rstrip().endswith(THINK):
-            raise lost_reasoning(n)
-        # Said after a prompt that opens the reasoning, then dropped by the template.
-        closing = told.removeprefix(asked.rstrip().removesuffix(THINK)).removeprefix(THINK)
-        if closing.lstrip().startswith(END_THINK):
-            return prompt, reasoning + closing + rest, []
-        spoken, _, answer = message["content"].partition(END_THINK)
-        kept = answer.strip()
-        if not answer or kept not in rest:
-            raise lost_reasoning(n)
-        spoken = spoken.lstrip().removeprefix(THINK)
-        spoken = spoken.removeprefix(asked[asked.rindex(THINK) + len(THINK) :])
-        gap = answer[: len(answer) - len(answer.lstrip())]
-        return prompt, spoken + END_THINK + gap + rest[rest.index(kept) :], []
+    # ------------------------------------------------------------ what the template leaves out
 
-    def leads(self, before: list[dict], finished: str, tools: list | None) -> tuple[int, str, str]:
-        """(where the answer begins in a finished rendering; what stands between the last message's
-        text and there in the prompt; the same in finished renderings)."""
-        said = {"role": "assistant", "content": ANSWER}
-        at = self.text([*before, said], False, tools).find(ANSWER)
-        last = [*before[:-1], before[-1] | {"content": NEXT}]
-        prompt = self.text(last, True, tools)
-        told = self.text([*last, said], False, tools).partition(ANSWER)[0]
-        asked, told = (x.rpartition(NEXT)[2] for x in (prompt, told))
-        if at < 0 or NEXT not in prompt or not finished[:at].endswith(told):
-            raise RowError("template rewrites the prompt", "the finished rendering is another text")
-        return at, asked, told
+    def shows_calls(self, before: list[dict], message: dict, tools: list | None) -> bool:
+        """Whether the finished rendering tells each call of a turn, its arguments too."""
+        calls = message["tool_calls"]
+        for n, call in enumerate(calls):
+            bare = {**call, "function": call["function"] | {"arguments": {}}}
+            others = [[*calls[:n], *calls[n + 1 :]]]
+            others += [[*calls[:n], bare, *calls[n + 1 :]]] if call["function"]["arguments"] else []
+            for other in others:
+                if self.same_rendering(before, message, message | {"tool_calls": other}, tools):
+                    return False
+        return True
 
-    def continuation(self, prompt_text: str, prompt: list[int], text: str) -> list[int]:
-        """Ids of a text that goes on from a prompt, as a verifier goes on: those of the text alone,
+    def shows_reasoning(self, before: list[dict], message: dict, tools: list | None) -> bool:
+        """Whether a turn's reasoning_content, if it has one, changes its finished rendering: text
+        like it may stand there by chance."""
+        without = {k: v for k, v in message.items() if k != "reasoning_content"}
+        return len(without) == len(message) or not self.same_rendering(
+            before, message, without, tools
+        )
+
+    def same_rendering(
+        self, before: list[dict], one: dict, other: dict, tools: list | None
+    ) -> bool:
+        """Whether two turns have the same finished rendering; a turn that is refused has none."""
+        try:
+            found = self.render([*before, other], False, tools)
+        except RowError:
+            return False
+        return found == self.render([*before, one], False, tools)
+
+    # ------------------------------------------------------------ text to ids
+
+    def answer_ids(self, split: Split, prompt: list[int]) -> list[int]:
+        """Ids of an answer behind its prompt's, as a verifier continues: those of the text alone,
         but for a tokenizer that puts a space before a text."""
-        if self.goes_on:
-            return self.ids(text)
-        full = self.ids(prompt_text + text)
+        if self.ids_stand_alone:
+            return self.ids(split.answer)
+        full = self.ids(split.prompt + split.answer)
         if full[: len(prompt)] == prompt:
             return full[len(prompt) :]
-        ids = self.ids(text)
+        ids = self.ids(split.answer)
         if self.tokenizer.decode(prompt + ids) == self.tokenizer.decode(full):
             return ids
         # a tokenizer that puts a space before a text: let it stand behind a line break
-        anchor, anchored = self.ids("\n"), self.ids("\n" + text)
+        anchor, anchored = self.ids("\n"), self.ids("\n" + split.answer)
         ids = anchored[len(anchor) :]
         if anchored[: len(anchor)] == anchor and self.tokenizer.decode(
             prompt + ids
@@ -258,55 +336,21 @@ class Template:
             return ids
         raise RowError("border inside a token", "the answer's ids cannot be told from the prompt's")
 
-    def opener(self, role: str) -> list[int]:
+    def ending_role_token(self, role: str) -> list[int]:
         """The id that begins a turn of this role, where that is what ends an answer; else none."""
-        if role not in self._openers:
-            self._openers[role] = []
-            turn = {"role": role, "content": NEXT, "tool_call_id": "0", "name": "f"}
+        if role not in self._role_tokens:
+            self._role_tokens[role] = []
+            turn = {"role": role, "content": MESSAGE, "tool_call_id": "0", "name": "f"}
             messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": ANSWER}]
             try:
-                text = self.text([*messages, turn], False)
+                text = self.render([*messages, turn], False)
             except RowError:
                 return []
-            found = re.search(re.escape(ANSWER) + "(.*?)" + re.escape(NEXT), text, re.DOTALL)
+            found = re.search(re.escape(ANSWER) + "(.*?)" + re.escape(MESSAGE), text, re.DOTALL)
             ids = self.ids(found[1].lstrip()) if found else []
             if ids and ids[0] in self.end_ids:
-                self._openers[role] = ids[:1]
-        return self._openers[role]
-
-    # ------------------------------------------------------------ a conversation
-
-    def encode(self, messages: list[dict], tools: list | None = None) -> list[Encoded]:
-        """Tokenize a conversation into one sample, or several where history is rewritten.
-
-        Raises RowError when no turn is the assistant's, and where the tokens of an answer cannot be
-        told with certainty.
-        """
-        turns = [n for n, m in enumerate(messages) if m["role"] == "assistant"]
-        if not turns:
-            raise RowError("no assistant turn")
-        if turns[0] == 0:  # said unasked: context for the others
-            turns.pop(0)
-        if not turns:
-            raise RowError("no prompt", "the assistant speaks first, and nobody after")
-        samples: list[Encoded] = []
-        unseen: list[str] = []
-        first = messages[: turns[0]]
-        if tools and self.text(first, True, tools) == self.text(first, True):
-            unseen = ["note: conversations whose tools the template does not show"]
-        for n in turns:
-            prompt, answer, notes = self.turn(messages, n, tools)
-            notes, unseen = unseen + notes, []
-            last = samples[-1] if samples else None
-            if last is not None and prompt[: len(last.input_ids)] == last.input_ids:
-                mask = last.loss_mask + [0] * (len(prompt) - len(last.input_ids))
-                notes = last.notes + notes
-                samples.pop()
-            else:
-                mask = [0] * len(prompt)
-            trained = 0 if messages[n].get("weight") == 0 else 1
-            samples.append(Encoded(prompt + answer, mask + [trained] * len(answer), notes))
-        return samples
+                self._role_tokens[role] = ids[:1]
+        return self._role_tokens[role]
 
 
 def load_template(

@@ -4,10 +4,14 @@ messages        {"messages": [{"role", "content"}, ..]}, `tools` beside it
 conversations   {"conversations": [{"from", "value"}, ..]}, ShareGPT's; `system`, `tools` beside it
 alpaca          {"instruction", "input", "output" or "response"}
 pair            {"prompt", "response" or "completion" or "answer"}: texts, or lists of messages
+
+A new form of data is a function from a row to its turns and an entry in FORMS; roles and keys of
+turns that other tools write go into the tables above it.
 """
 
 import json
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from common.errors import nearest
 
@@ -29,10 +33,8 @@ ROLES = {
     "observation": "tool",
     "tool_response": "tool",
 }
-FORMS = ("messages", "conversations", "alpaca", "pair")
-ANSWERS = {"alpaca": ("output", "response"), "pair": ("response", "completion", "answer")}
-REASONING = ("reasoning_content", "reasoning", "thinking")
-KEPT = ("name", "tool_call_id")
+REASONING = ("reasoning_content", "reasoning", "thinking")  # keys of a turn's reasoning
+KEPT = ("name", "tool_call_id")  # keys of a turn that templates read, kept as they are
 CUT = "length"  # finish_reason of an answer that the length limit cut
 # finish_reasons of servers that did not let the verifier end its answer
 NO_ANSWER = ("content_filter", "error", "abort")
@@ -53,15 +55,56 @@ def bad_row(reason: str, detail: str = "") -> RowError:
     return RowError(reason, detail, malformed=True)
 
 
+# ---------------------------------------------------------------- forms
+
+
+class Form(NamedTuple):
+    """A form of rows.
+
+    keys: a row is of this form when it has one key of each group.
+    turns: a row's turns, each {"role" or "from", "content" or "value", ..} as message_of reads it.
+    """
+
+    keys: tuple[tuple[str, ...], ...]
+    turns: Callable[[dict[str, Any]], Any]
+
+
+def alpaca_turns(row: dict[str, Any]) -> list:
+    texts = [str(row.get(key) or "") for key in ("instruction", "input")]
+    question = "\n\n".join(text for text in texts if text)
+    return as_turns(question, "user") + answer_turns(row, "output", "response")
+
+
+def pair_turns(row: dict[str, Any]) -> list:
+    question = as_turns(row.get("prompt"), "user")
+    return question + answer_turns(row, "response", "completion", "answer")
+
+
+def as_turns(value: Any, role: str) -> list:
+    """A text as one turn; a list of turns as it is."""
+    return value if isinstance(value, list) else [{"role": role, "content": value}]
+
+
+def answer_turns(row: dict[str, Any], *keys: str) -> list:
+    """The answer under the first of these keys that the row has; none, for a prompt without."""
+    key = next((key for key in keys if row.get(key) is not None), None)
+    return as_turns(row[key], "assistant") if key else []
+
+
+# The first form whose keys a row has is taken.
+FORMS = {
+    "messages": Form((("messages",),), lambda row: row.get("messages")),
+    "conversations": Form((("conversations",),), lambda row: row.get("conversations")),
+    "alpaca": Form((("instruction",), ("output", "response")), alpaca_turns),
+    "pair": Form((("prompt",),), pair_turns),
+}
+
+
 def form_of(row: dict[str, Any]) -> str:
     """Which of FORMS a row is, by its keys."""
-    for form in ("messages", "conversations"):
-        if form in row:
-            return form
-    if "instruction" in row and any(k in row for k in ANSWERS["alpaca"]):
-        return "alpaca"
-    if "prompt" in row:
-        return "pair"
+    for name, form in FORMS.items():
+        if all(any(key in row for key in group) for group in form.keys):
+            return name
     found = ", ".join(sorted(map(str, row))[:8]) or "nothing"
     raise bad_row(
         "no conversation",
@@ -70,20 +113,17 @@ def form_of(row: dict[str, Any]) -> str:
     )
 
 
+# ---------------------------------------------------------------- a row
+
+
 def messages_of(row: dict[str, Any], form: str | None = None) -> list[dict[str, Any]]:
-    """Return a row's conversation as OpenAI messages.
+    """Return a row's conversation as OpenAI messages; RowError where it is none.
 
     Args:
-        form: one of FORMS; None finds it out.
+        form: a name in FORMS; by default it is found by the row's keys.
     """
     form = form or form_of(row)
-    if form in ("messages", "conversations"):
-        turns = row.get(form)
-    elif form == "alpaca":
-        asked = [str(row.get(k) or "") for k in ("instruction", "input")]
-        turns = as_turns("\n\n".join(x for x in asked if x), "user") + answer_turns(row, form)
-    else:
-        turns = as_turns(row.get("prompt"), "user") + answer_turns(row, form)
+    turns = FORMS[form].turns(row)
     if not isinstance(turns, list):
         raise bad_row("no conversation", f"{form} is not a list")
     if not turns:
@@ -111,17 +151,6 @@ def tools_of(row: dict[str, Any]) -> list | None:
     if tools is not None and not isinstance(tools, list):
         raise bad_row("malformed tools", "tools is not a list")
     return tools
-
-
-def as_turns(value: Any, role: str) -> list:
-    """A text as one turn; a list of turns as it is."""
-    return value if isinstance(value, list) else [{"role": role, "content": value}]
-
-
-def answer_turns(row: dict[str, Any], form: str) -> list:
-    """The answer of a row that holds one; none, for a prompt without."""
-    key = next((k for k in ANSWERS[form] if row.get(k) is not None), None)
-    return as_turns(row[key], "assistant") if key else []
 
 
 def message_of(n: int, turn: Any) -> dict[str, Any]:

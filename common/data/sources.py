@@ -58,7 +58,7 @@ def parse_source(text: str, flag: str = "--dataset") -> Source:
                     f" expected {', '.join(f'{k}=...' for k in OPTIONS)}"
                 )
             options[key] = value
-    if options.get("form", FORMS[0]) not in FORMS:
+    if "form" in options and options["form"] not in FORMS:
         raise UserError(f"{flag} {text}: form is one of {', '.join(FORMS)}")
     weight = None
     if "weight" in options:
