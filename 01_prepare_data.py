@@ -3,22 +3,33 @@
 Reads local .json, .jsonl (also .gz, .zst) or .parquet files, folders of them, or hub data sets,
 in OpenAI, ShareGPT, Alpaca or prompt/response form (common/data/conversations.py); rows that hold
 input_ids and loss_mask already (as tools/regenerate_responses.py writes them) pass through,
-checked. Writes OUTPUT_DIR/tokenized_data.jsonl: {"id", "input_ids", "loss_mask"} a line.
+checked. Writes OUTPUT_DIR/tokenized_data.jsonl: {"id", "input_ids", "loss_mask"} per line. The mask
+is 1 on the tokens of answers (decided in common/data/chat_template.py); which predictions of the
+draft carry loss, 04 derives from it (common/draft/loss_table.py).
 """
 
 import os
-import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from common import artifacts, cli, errors, progress
+from common.data.conversations import FORMS
+from common.data.settings import PrepareSettings
 from common.manifest import Output, Stage
 
+if TYPE_CHECKING:
+    from common.data.encoding import EncodedRow, SampleLine
+    from common.data.sources import Source
+    from common.verifier.config import Verifier
+
 STAGE = "prepare"
+DRY_RUN_ROWS = 100
 
 
-def parse_args():
+def parse_args() -> PrepareSettings:
     p = cli.Parser(STAGE, __doc__)
     p.add_common("--model-path")
     p.add_argument(
@@ -27,7 +38,7 @@ def parse_args():
         nargs="+",
         metavar="DATA",
         help="files, folders or hub names, each with options: NAME,config=..,split=train,"
-        "revision=..,form=messages|conversations|alpaca|pair (default: found by the rows' keys),"
+        f"revision=..,form={'|'.join(FORMS)} (default: found by the rows' keys),"
         "weight=.. (its share of the rows read)",
     )
     p.add_common("--output-dir", "--max-samples", "--max-seq-len")
@@ -57,90 +68,51 @@ def parse_args():
     )
     p.add_common("--seed", "--dry-run", "--overwrite", "--trust-remote-code")
     p.need("--model-path", "--dataset", "--output-dir")
-    return p.parse()
+    args = p.parse()
+    args.workers = args.workers or len(os.sched_getaffinity(0))
+    return cli.as_settings(args, PrepareSettings)
 
 
 def main() -> None:
-    args = parse_args()
+    settings = parse_args()
     progress.quiet_libraries()
     started = time.monotonic()
-    out = Path(args.output_dir)
+    out = Path(settings.output_dir)
 
     # ---------------------------------------------------------------- check
-    from common.data import samples
-    from common.data.sources import check_outside, parse_sources, read_rows, sources_digest
+    from common.data import encoding, samples
+    from common.data.sources import check_outside, parse_sources, read_rows
     from common.verifier.config import load_verifier
-    from common.verifier.fingerprint import tokenizer_fingerprint
 
-    model = load_verifier(args.model_path)
-    sources = parse_sources(args.dataset, args.max_samples)
-    artifacts.check_apart(out, args.model_path, *(f for s in sources for f in s.files))
+    verifier = load_verifier(settings.model_path)
+    sources = parse_sources(settings.dataset, settings.max_samples)
+    artifacts.check_apart(out, settings.model_path, *(f for s in sources for f in s.files))
     check_outside(out, sources)
-    longest = model.longest_sample(args.max_seq_len)
-    settings = {
-        "max_samples": args.max_samples,
-        "max_seq_len": longest,
-        "long": args.long,
-        "template_args": args.template_args,
-        "keep_unfinished": args.keep_unfinished,
-        "vocab_size": model.vocab_size,
-        "skip_bad_rows": args.skip_bad_rows,
-        "end_ids": list(model.end_ids),
-    }
-    inputs = {
-        "dataset": sources_digest(sources),
-        "tokenizer": tokenizer_fingerprint(args.model_path),
-    }
-    output = Output(out, Stage(STAGE, settings, inputs), args.overwrite)
-    state = "none"
-    if not args.show:
-        state = output.earlier_run()
+    output = Output(out, stage_of(settings, verifier, sources), settings.overwrite)
+    if settings.show:
+        encoding.show(settings, verifier, read_rows(sources))
+        return
+    state = output.earlier_run()
     if state == "complete":
         progress.log(f"prepare: {out} is complete (--overwrite makes it again)")
         return
-
-    # ---------------------------------------------------------------- load
-    from common.data import encoding
-
-    rules = encoding.Rules(
-        model_path=args.model_path,
-        trust_remote_code=args.trust_remote_code,
-        vocab_size=model.vocab_size,
-        end_ids=model.end_ids,
-        longest=longest,
-        long=args.long,
-        template_args=args.template_args,
-        keep_unfinished=args.keep_unfinished,
-        skip_bad_rows=args.skip_bad_rows,
-    )
-    if args.show:
-        try:
-            encoding.show(rules, read_rows(sources), args.show)
-        except BrokenPipeError:  # `| head` has seen enough
-            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (until the process ends)
-        return
-    counts: Counter[str] = Counter()
-    if args.dry_run:
-        for row in encoding.encode_rows(rules, read_rows(sources, 100), 1):
-            counts.update(row.counts)
-            counts["samples"] += len(row.lines)
-        progress.log(
-            f"prepare: dry run, the first {counts['rows']} rows become {counts['samples']} samples"
-            f"{fates(counts)}; nothing was written"
-        )
+    if settings.dry_run:
+        rows = read_rows(sources, DRY_RUN_ROWS)
+        log_dry_run(encoding.encode_rows(settings, verifier, rows))
         return
     output.lock(state)
 
     # ---------------------------------------------------------------- work
-    workers = args.workers or len(os.sched_getaffinity(0))
-    bar = progress.Progress("prepare", args.max_samples or 0, "samples")
+    counts: Counter[str] = Counter()
+    rows = read_rows(sources, wanted=settings.max_samples or float("inf"))
+    encoded = encoding.encode_rows(settings, verifier, rows)
+    bar = progress.Progress("prepare", settings.max_samples or 0, "samples")
     with artifacts.atomic_file(out / samples.FILE, "w") as f:
-        found = read_rows(sources, wanted=args.max_samples or float("inf"))
-        for line in encoded(encoding.encode_rows(rules, found, workers), counts):
+        for line in unique_samples(encoded, counts):
             f.write(line.text)
             counts.update(samples=1, tokens=line.tokens, loss_tokens=line.loss_tokens)
             bar.add(1)
-            if counts["samples"] == args.max_samples:
+            if counts["samples"] == settings.max_samples:
                 break
         if not counts["samples"]:
             raise errors.UserError(no_sample(sources[0].name, counts))
@@ -152,17 +124,49 @@ def main() -> None:
         f.flush()
         digest = artifacts.sha256_file(Path(f.name))
         seconds = time.monotonic() - started
-        final = dict(counts) | {"file_sha256": digest}
-        output.finish(final, digest, seconds)
+        output.finish(dict(counts) | {"file_sha256": digest}, digest, seconds)
     share = 100 * counts["loss_tokens"] / counts["tokens"]
     progress.log(
         f"prepare: {counts['samples']} samples from {counts['rows']} rows, {counts['tokens']}"
-        f" tokens, {share:.0f}% with loss{fates(counts) or '; nothing cut or dropped'};"
+        f" tokens, {share:.0f}% with loss{counted_events(counts) or '; nothing cut or dropped'};"
         f" {progress.duration(seconds)} -> {out}"
     )
 
 
-def encoded(rows, counts: Counter[str]):
+def stage_of(settings: PrepareSettings, verifier: "Verifier", sources: list["Source"]) -> Stage:
+    """What decides the samples; hashed into the manifest."""
+    from common.data.sources import sources_digest
+    from common.verifier.fingerprint import tokenizer_fingerprint
+
+    decisive = {
+        "max_samples": settings.max_samples,
+        "max_seq_len": verifier.longest_sample(settings.max_seq_len),
+        "long": settings.long,
+        "template_args": settings.template_args,
+        "keep_unfinished": settings.keep_unfinished,
+        "vocab_size": verifier.vocab_size,
+        "skip_bad_rows": settings.skip_bad_rows,
+        "end_ids": list(verifier.end_ids),
+    }
+    inputs = {
+        "dataset": sources_digest(sources),
+        "tokenizer": tokenizer_fingerprint(settings.model_path),
+    }
+    return Stage(STAGE, decisive, inputs)
+
+
+def log_dry_run(rows: Iterator["EncodedRow"]) -> None:
+    counts: Counter[str] = Counter()
+    for row in rows:
+        counts.update(row.counts)
+        counts["samples"] += len(row.lines)
+    progress.log(
+        f"prepare: dry run, the first {counts['rows']} rows become {counts['samples']} samples"
+        f"{counted_events(counts)}; nothing was written"
+    )
+
+
+def unique_samples(rows: Iterator["EncodedRow"], counts: Counter[str]) -> Iterator["SampleLine"]:
     """Yield the samples of encoded rows, each once; counts what becomes of rows and samples."""
     seen: set[bytes] = set()
     for row in rows:
@@ -181,11 +185,11 @@ def no_sample(name: str, counts: Counter[str]) -> str:
             f"{name}: its rows are prompts without an answer; let the verifier answer them first,"
             " with tools/regenerate_responses.py"
         )
-    return f"{name}: not one usable sample{fates(counts)}"
+    return f"{name}: not one usable sample{counted_events(counts)}"
 
 
-def fates(counts: Counter[str]) -> str:
-    """What befell rows and samples on the way, for a log line."""
+def counted_events(counts: Counter[str]) -> str:
+    """What was dropped, cut or noted on the way, for a log line."""
     found = "".join(f", {key} {n}" for key, n in sorted(counts.items()) if ":" in key)
     return found.replace(", ", "; ", 1)
 

@@ -15,40 +15,24 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from common.data.chat_template import Encoded, Template, load_template
 from common.data.conversations import CUT, NO_ANSWER, RowError, bad_row, messages_of, tools_of
-from common.data.samples import SEPARATOR, check_sample, conversation_id
+from common.data.samples import SEPARATOR, check_sample, conversation_id, conversation_name
+from common.data.settings import PrepareSettings
 from common.data.sources import Row
 from common.errors import UserError
+from common.verifier.config import Verifier
 
-# Rows that a worker is handed at once: enough to hide the hand-over, few enough to fill all.
-CHUNK = 64
+# Rows handed to a worker in one piece: enough to hide the hand-over, few enough to fill all.
+ROWS_PER_CHUNK = 64
 # Fewer rows than this are encoded sooner than other processes are ready.
 FEW = 1024
 
 
-@dataclass(frozen=True)
-class Rules:
-    """How rows become samples; everything that decides the ids but the tokenizer's files.
-
-    long: what becomes of a sample of more than `longest` tokens: cut, drop or split.
-    """
-
-    model_path: str
-    trust_remote_code: bool
-    vocab_size: int
-    end_ids: tuple[int, ...]
-    longest: int
-    long: str = "cut"
-    template_args: dict[str, Any] = field(default_factory=dict)
-    keep_unfinished: bool = False
-    skip_bad_rows: bool = False
-
-
-class Line(NamedTuple):
+class SampleLine(NamedTuple):
     """A sample as written, the hash of its ids and mask, its tokens, and those with loss."""
 
     text: str
@@ -59,107 +43,104 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True)
 class EncodedRow:
-    """A row's samples, and what befell it, to be counted."""
+    """A row's samples, and what became of it, to be counted ("rows", "dropped: ..", "long: ..",
+    "note: ..")."""
 
-    lines: list[Line]
+    lines: list[SampleLine]
     counts: Counter[str]
 
 
 class RowEncoder:
-    """Turns rows into samples."""
+    """Turns rows into samples, as the settings say."""
 
-    def __init__(self, rules: Rules):
-        self.rules = rules
+    def __init__(self, settings: PrepareSettings, verifier: Verifier):
+        self.settings, self.verifier = settings, verifier
+        self.longest = verifier.longest_sample(settings.max_seq_len)
 
     @functools.cached_property
     def template(self) -> Template:
         """Loaded at the first chat row, for tokenized rows need none."""
-        r = self.rules
-        return load_template(r.model_path, r.trust_remote_code, r.end_ids, r.template_args)
+        s = self.settings
+        return load_template(
+            s.model_path, s.trust_remote_code, self.verifier.end_ids, s.template_args
+        )
 
     def encode(self, row: Row) -> EncodedRow:
         """UserError for a row that is no conversation, unless bad rows are skipped."""
         counts: Counter[str] = Counter(rows=1)
         try:
-            samples = self._encode(row, counts)
+            samples = self.samples_of(row, counts)
         except RowError as e:
             counts[f"dropped: {e.reason}"] += 1
-            if e.malformed and not self.rules.skip_bad_rows:
+            if e.malformed and not self.settings.skip_bad_rows:
                 raise UserError(
-                    f"{row.where}: {e}; mend the row, or pass --skip-bad-rows"
+                    f"{row.where}: {e}; fix or remove the row, or pass --skip-bad-rows"
                 ) from None
-            return EncodedRow([], counts)
+            samples = []
         return EncodedRow([line_of(sample) for sample in samples], counts)
 
-    def _encode(self, row: Row, counts: Counter[str]) -> list[dict[str, Any]]:
-        value, rules = row.value, self.rules
-        reason = value.get("finish_reason")
-        if reason == CUT and not rules.keep_unfinished:
-            counts["dropped: answer cut by the length limit"] += 1
-            return []
+    def samples_of(self, row: Row, counts: Counter[str]) -> list[dict[str, Any]]:
+        """The samples of a row as they are written; RowError where it makes none."""
+        reason = row.value.get("finish_reason")
+        if reason == CUT and not self.settings.keep_unfinished:
+            raise RowError("answer cut by the length limit")
         if reason in NO_ANSWER:
-            counts[f"dropped: finish_reason {reason}"] += 1
-            return []
-        if "input_ids" in value or "loss_mask" in value:
-            try:
-                ids, mask = check_sample(value, row.where, rules.vocab_size)
-            except UserError:
-                if not rules.skip_bad_rows:
-                    raise
-                raise bad_row("broken tokenized row") from None
-            encoded = [Encoded(ids.tolist(), mask.astype(int).tolist())]
-            known: Any = encoded[0].input_ids
-        else:
-            messages = known = messages_of(value, row.form)
-            encoded = self.template.encode(messages, tools_of(value))
+            raise RowError(f"finish_reason {reason}")
+        content, encoded = self.tokenized(row)
         # the same conversation has the same name, wherever it stands
-        name = value.get("id")
+        name = row.value.get("id")
         if name is None:
-            name = conversation_name(known)
+            name = conversation_name(content)
         elif reason is None:  # not an answer of ours, whose names are of one conversation
             name = conversation_id(name)
-        name = str(name)
         samples = []
         for one in encoded:
             counts.update(one.notes)
-            samples += self._fit(one, counts)
+            samples += self.within_limit(one, counts)
         several = len(samples) > 1
         return [
-            {"id": f"{name}{SEPARATOR}{k}" if several else name, **sample}
+            {"id": f"{name}{SEPARATOR}{k}" if several else str(name), **sample}
             for k, sample in enumerate(samples)
         ]
 
-    def _fit(self, one: Encoded, counts: Counter[str]) -> list[dict[str, Any]]:
+    def tokenized(self, row: Row) -> tuple[list, list[Encoded]]:
+        """(what the row says, messages or ids; its samples, of any length)."""
+        if "input_ids" not in row.value and "loss_mask" not in row.value:
+            messages = messages_of(row.value, row.form)
+            return messages, self.template.encode(messages, tools_of(row.value))
+        try:
+            ids, mask = check_sample(row.value, row.where, self.verifier.vocab_size)
+        except UserError:
+            if not self.settings.skip_bad_rows:
+                raise
+            raise bad_row("broken tokenized row") from None
+        return ids.tolist(), [Encoded(ids.tolist(), mask.astype(int).tolist())]
+
+    def within_limit(self, one: Encoded, counts: Counter[str]) -> list[dict[str, Any]]:
         """The sample within the length limit, as none, one or several."""
-        rules, size = self.rules, len(one.input_ids)
-        if size > rules.longest:
-            counts[f"long: {rules.long}"] += 1
-        if size > rules.longest and rules.long == "drop":
-            return []
-        ends = range(0, size, rules.longest) if rules.long == "split" else [0]
+        long, size = self.settings.long, len(one.input_ids)
+        if size > self.longest:
+            counts[f"long: {long}"] += 1
+            if long == "drop":
+                return []
+        starts = range(0, size, self.longest) if long == "split" else [0]
         samples = []
-        for start in ends:
-            part = slice(start, start + rules.longest)
+        for start in starts:
+            part = slice(start, start + self.longest)
             ids, mask = one.input_ids[part], one.loss_mask[part]
             if not any(mask):
                 counts["dropped: no loss tokens"] += 1
                 continue
-            if mask[-1] and ids[-1] not in rules.end_ids:
+            if mask[-1] and ids[-1] not in self.verifier.end_ids:
                 counts["note: answers without an end-of-turn token"] += 1
             samples.append({"input_ids": ids, "loss_mask": mask})
         return samples
 
 
-def line_of(sample: dict[str, Any]) -> Line:
+def line_of(sample: dict[str, Any]) -> SampleLine:
     ids, mask = sample["input_ids"], sample["loss_mask"]
     content = hashlib.blake2b(array("q", ids).tobytes() + bytes(mask), digest_size=16).digest()
-    return Line(json.dumps(sample) + "\n", content, len(ids), sum(mask))
-
-
-def conversation_name(content: Any) -> str:
-    """Name of a conversation without an id, by its content."""
-    text = json.dumps(content, sort_keys=True, ensure_ascii=False)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return SampleLine(json.dumps(sample) + "\n", content, len(ids), sum(mask))
 
 
 # ---------------------------------------------------------------- on all cores
@@ -168,11 +149,11 @@ def conversation_name(content: Any) -> str:
 _encoder: RowEncoder
 
 
-def start_worker(rules: Rules, main: int) -> None:
+def start_worker(settings: PrepareSettings, verifier: Verifier, main: int) -> None:
     global _encoder
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process ends the workers
     threading.Thread(target=end_with, args=(main,), daemon=True).start()
-    _encoder = RowEncoder(rules)
+    _encoder = RowEncoder(settings, verifier)
 
 
 def end_with(main: int) -> None:
@@ -186,18 +167,21 @@ def encode_chunk(rows: list[Row]) -> list[EncodedRow]:
     return [_encoder.encode(row) for row in rows]
 
 
-def encode_rows(rules: Rules, rows: Iterator[Row], workers: int) -> Iterator[EncodedRow]:
-    """Encode rows on several processes, in their order; at most a few chunks of them a worker
+def encode_rows(
+    settings: PrepareSettings, verifier: Verifier, rows: Iterator[Row]
+) -> Iterator[EncodedRow]:
+    """Encode rows on `settings.workers` processes, in their order; at most a few chunks per worker
     are under way."""
+    workers = settings.workers
     first = list(itertools.islice(rows, FEW))
     rows = itertools.chain(first, rows)
     if workers == 1 or len(first) < FEW:
-        yield from map(RowEncoder(rules).encode, rows)
+        yield from map(RowEncoder(settings, verifier).encode, rows)
         return
-    chunks = iter(lambda: list(itertools.islice(rows, CHUNK)), [])
+    chunks = iter(lambda: list(itertools.islice(rows, ROWS_PER_CHUNK)), [])
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     context = multiprocessing.get_context("forkserver")
-    pool = ProcessPoolExecutor(workers, context, start_worker, (rules, os.getpid()))
+    pool = ProcessPoolExecutor(workers, context, start_worker, (settings, verifier, os.getpid()))
     try:
         under_way: deque[Future[list[EncodedRow]]] = deque()
         for chunk in chunks:
@@ -217,21 +201,24 @@ def encode_rows(rules: Rules, rows: Iterator[Row], workers: int) -> Iterator[Enc
 # ---------------------------------------------------------------- for a person's eyes
 
 
-def show(rules: Rules, rows: Iterator[Row], count: int) -> None:
-    """Print the first samples decoded: loss tokens coloured on a terminal, elsewhere within
-    guillemets."""
-    encoder = RowEncoder(rules)
+def show(settings: PrepareSettings, verifier: Verifier, rows: Iterator[Row]) -> None:
+    """Print the first `settings.show` samples decoded: loss tokens coloured on a terminal,
+    elsewhere within guillemets."""
+    encoder = RowEncoder(settings, verifier)
     before, after = ("\x1b[32m", "\x1b[0m") if sys.stdout.isatty() else ("«", "»")
     shown = (line for row in rows for line in encoder.encode(row).lines)
-    empty = True
-    for line in itertools.islice(shown, count):
-        sample = json.loads(line.text)
-        text = f"--- {sample['id']}: {len(sample['input_ids'])} tokens\n"
-        pairs = zip(sample["input_ids"], sample["loss_mask"], strict=True)
-        for loss, run in itertools.groupby(pairs, key=lambda x: x[1]):
-            part = encoder.template.tokenizer.decode([token for token, _ in run])
-            text += f"{before}{part}{after}" if loss else part
-        print(text, flush=True)
-        empty = False
-    if empty:
-        print("not one sample in these rows; without --show the last line says why")
+    try:
+        empty = True
+        for line in itertools.islice(shown, settings.show):
+            sample = json.loads(line.text)
+            text = f"--- {sample['id']}: {len(sample['input_ids'])} tokens\n"
+            pairs = zip(sample["input_ids"], sample["loss_mask"], strict=True)
+            for loss, run in itertools.groupby(pairs, key=lambda x: x[1]):
+                part = encoder.template.tokenizer.decode([token for token, _ in run])
+                text += f"{before}{part}{after}" if loss else part
+            print(text, flush=True)
+            empty = False
+        if empty:
+            print("not one sample in these rows; without --show the last line says why")
+    except BrokenPipeError:  # `| head` has seen enough
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (until the process ends)

@@ -6,8 +6,7 @@ from typing import Any
 
 from common.data.chat_template import Template
 from common.data.conversations import RowError, messages_of, tools_of
-from common.data.encoding import conversation_name
-from common.data.samples import conversation_id
+from common.data.samples import conversation_id, conversation_name
 from common.data.sources import Row
 from common.errors import UserError
 

@@ -1,8 +1,10 @@
 """tokenized_data.jsonl: the samples that 01 writes and 02, 03 and 04 read.
 
-A line a sample: {"id": str, "input_ids": [int...], "loss_mask": [0|1...]}, equal lengths.
+One line per sample: {"id": str, "input_ids": [int...], "loss_mask": [0|1...]}, equal lengths.
 """
 
+import hashlib
+import json
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +27,12 @@ SEPARATOR = "##"
 def conversation_id(name: object) -> str:
     """The id that a data set gives a conversation, without what would separate it."""
     return str(name).replace(SEPARATOR, "#")
+
+
+def conversation_name(content: list) -> str:
+    """The id of a conversation that has none, by its content: messages or token ids."""
+    text = json.dumps(content, sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -89,7 +97,7 @@ def whole_numbers(values: list, where: str) -> np.ndarray:
     except ValueError:  # lists of unequal lengths inside
         array = np.array(None)
     if array.ndim != 1 or array.dtype.kind not in "iub":
-        raise UserError(f"{where} holds values that are not whole numbers; mend the row")
+        raise UserError(f"{where} holds values that are not whole numbers; fix or remove the row")
     return array
 
 
@@ -130,7 +138,7 @@ def read_samples(
         raise UserError(f"{path}: holds no samples")
 
 
-def check_tokenizer(folder: Path, model: "Verifier") -> None:
+def check_tokenizer(folder: Path, verifier: "Verifier") -> None:
     """UserError unless 01 prepared the data with this verifier's tokenizer (data brought by hand
     do not tell)."""
     from common.verifier.fingerprint import tokenizer_fingerprint
@@ -142,8 +150,8 @@ def check_tokenizer(folder: Path, model: "Verifier") -> None:
         "tokenizer",
         folder,
         manifest.stage.inputs.get("tokenizer"),
-        Path(model.path),
-        tokenizer_fingerprint(model.path),
+        Path(verifier.path),
+        tokenizer_fingerprint(verifier.path),
         "pass the --model-path that 01 was run with, or run 01 with this one",
     )
 
@@ -151,8 +159,8 @@ def check_tokenizer(folder: Path, model: "Verifier") -> None:
 def prepared_identity(folder: Path) -> str:
     """content_sha256 of the prepared data.
 
-    The report's when 01 wrote it and the file is still the one it describes; a file brought
-    by hand, without a report, is known by its own hash.
+    The manifest's when 01 wrote it and the file is still the one it describes; a file brought
+    by hand, without a manifest, is known by its own hash.
     """
     digest = sha256_file(folder / FILE) if (folder / FILE).is_file() else None
     if digest is None:
