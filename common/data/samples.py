@@ -8,16 +8,15 @@ import json
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from common.artifacts import decode_json, sha256_file
 from common.errors import UserError
 from common.manifest import MANIFEST, must_match, read_manifest
-
-if TYPE_CHECKING:
-    from common.verifier.config import Verifier
+from common.verifier.config import Verifier
+from common.verifier.fingerprint import tokenizer_fingerprint
 
 FILE = "tokenized_data.jsonl"
 # Between a conversation's id and the number of one of its several samples or answers.
@@ -138,11 +137,9 @@ def read_samples(
         raise UserError(f"{path}: holds no samples")
 
 
-def check_tokenizer(folder: Path, verifier: "Verifier") -> None:
+def check_tokenizer(folder: Path, verifier: Verifier) -> None:
     """UserError unless 01 prepared the data with this verifier's tokenizer (data brought by hand
     do not tell)."""
-    from common.verifier.fingerprint import tokenizer_fingerprint
-
     if not (folder / MANIFEST).exists():
         return
     manifest = read_manifest(folder, "prepare")
@@ -162,9 +159,9 @@ def prepared_identity(folder: Path) -> str:
     The manifest's when 01 wrote it and the file is still the one it describes; a file brought
     by hand, without a manifest, is known by its own hash.
     """
-    digest = sha256_file(folder / FILE) if (folder / FILE).is_file() else None
-    if digest is None:
+    if not (folder / FILE).is_file():
         raise UserError(f"{folder / FILE}: no such file; run 01_prepare_data.py first")
+    digest = sha256_file(folder / FILE)
     if not (folder / MANIFEST).exists():
         return digest
     manifest = read_manifest(folder, "prepare")
