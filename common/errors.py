@@ -3,7 +3,6 @@
 Imported before torch, vllm or transformers, so that ``--help`` and a wrong flag answer at once.
 """
 
-import contextlib
 import difflib
 import errno
 import os
@@ -11,7 +10,9 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
-from typing import NoReturn, TextIO
+from typing import NoReturn
+
+from common import streams
 
 
 class UserError(Exception):
@@ -33,18 +34,9 @@ def nearest(word: str, known: list[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def tell(text: str, stream: TextIO) -> None:
-    """Print one line now, if it can be: a log whose reader is gone (`| tee` after a hang-up) or
-    whose disk is full must not end a run that has hours of work in memory."""
-    with contextlib.suppress(OSError):
-        print(text, file=stream, flush=True)
-
-
 def finish(status: int) -> NoReturn:
     """Flush both streams and leave, with nothing printed by library threads after us."""
-    for stream in sys.stdout, sys.stderr:
-        with contextlib.suppress(OSError):
-            stream.flush()
+    streams.flush()
     os._exit(status)
 
 
@@ -116,7 +108,7 @@ def again() -> str:
 
 
 def report_error(text: str) -> None:
-    tell(f"error: {' '.join(text.split())}", sys.stderr)
+    streams.tell(f"error: {' '.join(text.split())}", streams.stderr())
 
 
 def os_error_text(e: OSError) -> str:

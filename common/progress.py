@@ -4,13 +4,13 @@ import contextlib
 import logging
 import os
 import signal
-import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
 
-from common.errors import report_error, tell
+from common import streams
+from common.errors import report_error
 
 LOG_EVERY_SECONDS = 10.0
 SAME_REQUEST_SECONDS = 1.0
@@ -43,7 +43,7 @@ def quiet_libraries() -> None:
 
 def log(text: str) -> None:
     """Print one line now, also when stdout is a file."""
-    tell(text, sys.stdout)
+    streams.tell(text, streams.stdout())
 
 
 def duration(seconds: float) -> str:
@@ -58,26 +58,33 @@ class Progress:
     """A tqdm bar on a terminal; otherwise a plain line every 10 s with rate and ETA.
 
     `done` counts from `initial` (work found finished by an earlier run); the rate is
-    of this run alone. Where many things are under way at once, the first to be done come late and
-    tell little: the ETA waits for `at_once` of them.
+    of this run alone. Where many things are under way together, the first to be done come late
+    and tell little: the ETA waits for `concurrency` of them.
     """
 
-    def __init__(self, what: str, total: int, unit: str, initial: int = 0, at_once: int = 0):
-        self.what, self.total, self.unit, self.at_once = what, total, unit, at_once
+    def __init__(self, what: str, total: int, unit: str, initial: int = 0, concurrency: int = 0):
+        self.what, self.total, self.unit, self.concurrency = what, total, unit, concurrency
         self.done = self.initial = initial
         self.start = self.last = time.monotonic()
         self.bar = None
-        if sys.stderr.isatty():
+        stream = streams.stderr()
+        if stream.isatty():
             from tqdm import tqdm
 
             self.bar = tqdm(
-                total=total or None, initial=initial, desc=what, unit=unit, unit_scale=True
+                total=total or None,
+                initial=initial,
+                desc=what,
+                unit=unit,
+                unit_scale=True,
+                file=stream,
             )
 
     def add(self, n: int, note: str = "") -> None:
         self.done += n
+        streams.trim_captured()
         if self.bar is not None:
-            with contextlib.suppress(OSError):  # the terminal is gone, see cli.tell
+            with contextlib.suppress(OSError):  # the terminal is gone, see streams.tell
                 self.bar.set_postfix_str(note, refresh=False)
                 self.bar.update(n)
             return
@@ -89,7 +96,7 @@ class Progress:
     def line(self, elapsed: float, note: str = "") -> str:
         done = self.done - self.initial
         rate = done / max(elapsed, 1e-9)
-        eta = duration((self.total - self.done) / rate) if done > self.at_once else "?"
+        eta = duration((self.total - self.done) / rate) if done > self.concurrency else "?"
         if not self.total:  # not known ahead
             return f"{self.what}: {self.done} {self.unit} {rate:.0f} {self.unit}/s"
         return (
@@ -107,8 +114,8 @@ class Progress:
 
 @contextlib.contextmanager
 def heartbeat(text: str, limit: float, too_long: Callable[[], None]) -> Iterator[None]:
-    """Say that something long has begun, and every minute that it still goes on; call
-    `too_long`, from another thread, if it lasts over `limit` seconds."""
+    """Log the start of something long, and every minute that it still runs; call `too_long`, from
+    another thread, if it takes over `limit` seconds."""
     log(f"{text} ...")
     started = time.monotonic()
     ended = threading.Event()

@@ -140,8 +140,8 @@ def test_what_an_overwrite_could_not_finish_keeps_its_manifest(small_disk, tmp_p
 
 
 def test_an_eta_waits_for_what_is_under_way():
-    bar = Progress("ask", 100, "answers", at_once=10)
+    bar = Progress("regenerate", 100, "answers", concurrency=10)
     bar.done = 10
-    assert bar.line(5) == "ask: 10/100 answers (10.0%) 2.0 answers/s ETA ?"
+    assert bar.line(5) == "regenerate: 10/100 answers (10.0%) 2.0 answers/s ETA ?"
     bar.done = 20
     assert bar.line(5).endswith("4.0 answers/s ETA 20s")

@@ -8,11 +8,11 @@ import argparse
 import contextlib
 import gc
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from common import streams
 from common.errors import UserError, again, finish, one_line, report_error
 from common.progress import duration, heartbeat
 from common.verifier.config import Verifier
@@ -54,7 +54,6 @@ def default_engine_args(verifier: Verifier, tp_size: int) -> dict[str, Any]:
         "tensor_parallel_size": tp_size,
         "enable_prefix_caching": False,  # cached tokens would have no hidden states
         "seed": 0,
-        "use_tqdm_on_load": sys.stderr.isatty(),
         "worker_extension_cls": "common.worker.WorkerExtension",
     }
     if "text_config" in verifier.config:  # a multimodal wrapper: text only
@@ -71,13 +70,19 @@ def running(
     args: dict[str, Any], extra: dict[str, Any], what: str, timeout: float
 ) -> "Iterator[LLM]":
     """A vLLM engine, ended on every way out, before the last line is printed."""
-    llm = start_engine(args, extra, what, timeout)
-    try:
-        llm.collective_rpc("ignore_signals")
-        yield llm
-        llm.collective_rpc("restore_signals")
-    finally:
-        stop_engine(llm)
+    with streams.libraries_captured():
+        try:
+            llm = start_engine(args, extra, what, timeout)
+            try:
+                llm.collective_rpc("ignore_signals")
+                yield llm
+                llm.collective_rpc("restore_signals")
+            finally:
+                stop_engine(llm)
+        except Exception as e:
+            if not isinstance(e, UserError) or e.__cause__ is not None:  # a library's fault
+                streams.show_captured()
+            raise
 
 
 def generating(
@@ -108,6 +113,7 @@ def start_engine(
     """
 
     def give_up() -> None:
+        streams.show_captured()
         report_error(
             f"vLLM did not come up on {args['model']} within {duration(timeout)}; see the log above"
             " (VLLM_LOGGING_LEVEL=INFO shows more), or raise --load-timeout"
