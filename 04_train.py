@@ -137,7 +137,7 @@ def main() -> None:
     # CUDA's matrix products repeat their bits only with a fixed workspace.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     started = time.monotonic()
-    from common.serving.generation import check_draft
+    from common.serving.checkpoint import check_draft
     from common.training import metrics
     from common.training.inputs import choose_compute
     from common.training.ranks import start_ranks

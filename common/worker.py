@@ -10,7 +10,7 @@ import torch
 
 from common import vml
 from common.extraction.capture import CaptureMethods
-from common.serving.parity import ServingMethods
+from common.serving.worker_hooks import ServingMethods
 
 vml.settle()  # vLLM imports this first, then loads the model and makes its rotary table
 

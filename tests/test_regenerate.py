@@ -14,7 +14,8 @@ import urllib.request
 import pytest
 
 from common.data.samples import read_samples
-from common.regeneration.turns import Answer, Conversation, Done, joined, line_of, split_reasoning
+from common.regeneration.responses import joined, response_row
+from common.regeneration.turns import Answer, AnsweredTurn, Conversation, split_reasoning
 from tests.conftest import (
     ROOT,
     check_ids,
@@ -185,7 +186,7 @@ def test_a_prompt_that_a_server_fails_on_costs_no_other(smollm2, plain_server, t
     data = write_jsonl(tmp_path / "q.jsonl", rows[:1])
     out = tmp_path / "alone"
     result = script(TOOL, *args, "--prompts", data, "--output-dir", out)
-    fails(result, "asking bad", "is the server up", folder=out)
+    fails(result, "request bad", "is the server up", folder=out)
 
 
 def test_texts_are_trained_on_where_they_are_the_verifiers_own(
@@ -217,7 +218,7 @@ def test_tokenized_prompts_need_a_server_that_tells_ids(smollm2, plain_server, t
     data = write_jsonl(tmp_path / "p.jsonl", [{"id": "a", "input_ids": [1, 2, 3]}])
     result = script(TOOL, "--model-path", smollm2, "--endpoint", plain_server[0], "--prompts", data,
                     "--output-dir", out)  # fmt: skip
-    fails(result, "does not tell token ids", folder=out)
+    fails(result, "returns no token ids", folder=out)
 
 
 def test_answers_of_another_template_are_not_gone_on_with(smollm2, plain_server, tmp_path):
@@ -279,11 +280,11 @@ def test_nothing_is_asked_after_an_answer_that_was_cut_or_calls_tools():
         (Answer("a##0", None, None, "Yes.", "", "stop"), ""),
     ]:
         asked = Conversation("a", 0, [user], [[user]], turns=2)
-        line = line_of(asked, answer)
+        line = response_row(asked, answer)
         assert line["messages"][-1].get("tool_calls", []) == answer.tool_calls
         assert final in line.get("final", "")
-        done = Done(line["messages"], 0, answer.finish_reason, line.get("final", ""))
-        assert asked.take(done) == (not final)
+        done = AnsweredTurn(line["messages"], 0, answer.finish_reason, line.get("final", ""))
+        assert asked.advance(done) == (not final)
 
 
 def test_prompts_that_are_too_long_are_counted_and_cost_no_others(smollm2, server, tmp_path):

@@ -13,7 +13,7 @@ from common.draft.export import export_draft, serving_layer_ids
 from common.draft.model import Eagle3Draft, initialize
 from common.errors import UserError
 from common.serving import parity
-from common.serving.generation import check_draft
+from common.serving.checkpoint import check_draft
 from common.states.files import hidden_file, read_hidden
 from common.states.folder import open_hidden
 from common.verifier import engine
@@ -65,7 +65,7 @@ def changed(folder, **keys):
     (folder / "config.json").write_text(json.dumps(config | keys))
 
 
-def compared(served, folder, trained=None) -> dict:
+def compared(served, folder, trained=None) -> parity.Parity:
     """The evaluation's comparison of vLLM with 03's rows and with the code that trained the draft
     (of `trained`, by default the same folder)."""
     check_draft(folder, served["model"])
@@ -85,8 +85,11 @@ def compared(served, folder, trained=None) -> dict:
     hidden_TLH, ids_T = read_hidden(hidden_file(served["folder"] / "hidden", 0))
     assert ids_T.tolist() == served["ids"]
     try:
-        return parity.check_served(
-            llm, served["ids"], hidden_TLH[:, :-1], trained or folder, served["model"]
+        return parity.check_parity(
+            llm,
+            parity.StoredSample(served["ids"], hidden_TLH[:, :-1]),
+            trained or folder,
+            served["model"],
         )
     finally:
         engine.stop_engine(llm)
@@ -104,9 +107,10 @@ def compared(served, folder, trained=None) -> dict:
 )
 def test_draft_is_fed_the_stored_states_and_makes_what_training_computes(served, tmp_path, norms):
     found = compared(served, export(served, tmp_path / "d", **norms))
-    assert found["fed_states_relative_error"] < 1e-4
-    assert len(found["made_states_relative_error"]) == 3
-    assert max(found["made_states_relative_error"]) < 1e-4
+    assert found.fed_states_relative_error < 1e-4
+    assert found.made_states_relative_error is not None
+    assert len(found.made_states_relative_error) == 3
+    assert max(found.made_states_relative_error) < 1e-4
 
 
 @pytest.mark.parametrize("shift", [-1, 1])
@@ -124,7 +128,7 @@ def test_another_architecture_in_the_server_is_noticed(served, tmp_path):
     draft = export(served, tmp_path / "d")
     other = shutil.copytree(draft, tmp_path / "other")
     changed(other, norm_before_residual=False)
-    with pytest.raises(UserError, match="makes other states of its inputs than in training"):
+    with pytest.raises(UserError, match="computes other states than in training"):
         compared(served, other, trained=draft)
 
 
@@ -137,11 +141,11 @@ def test_a_draft_of_other_layers_is_refused_before_anything_loads(served, tmp_pa
 
 def test_the_shortest_sample_is_compared(served, tmp_path):
     """A server computes a long prompt in several passes, of which the check sees one."""
-    ids, aux = parity.stored_sample(
+    sample = parity.stored_sample(
         served["folder"] / "hidden", export(served, tmp_path / "d"), served["model"], 512
     )
     lengths = open_hidden(served["folder"] / "hidden").lengths.values()
-    assert len(ids) == len(aux) == min(n for n in lengths if n >= 16)
+    assert len(sample.ids) == len(sample.aux_TAH) == min(n for n in lengths if n >= 16)
 
 
 def test_right_drafts_are_accepted_and_change_no_answer(tiny_llama, tiny_prepared, tmp_path):

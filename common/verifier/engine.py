@@ -4,11 +4,11 @@ Runs with vLLM 0.26 (CUDA) and 0.32 (CPU); written for 0.33, which has not been 
 `prepare_environment` must run before vllm is imported.
 """
 
-import argparse
 import contextlib
 import gc
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,22 +85,42 @@ def running(
             raise
 
 
+@dataclass(frozen=True)
+class EngineSettings:
+    """The flags of an engine that decodes.
+
+    max_seq_len: tokens of prompt and answer together; batch_size: answers at the same time;
+    gpu_memory_utilization: of a GPU's memory, 0 to 1; engine_args: further arguments of vllm.LLM;
+    load_timeout: minutes.
+    """
+
+    tp_size: int
+    max_seq_len: int
+    batch_size: int
+    dtype: str
+    gpu_memory_utilization: float
+    trust_remote_code: bool
+    engine_args: dict[str, Any]
+    load_timeout: float
+
+
 def generating(
-    args: argparse.Namespace, verifier: Verifier, what: str, **more: Any
+    settings: EngineSettings, verifier: Verifier, what: str, **more: Any
 ) -> "contextlib.AbstractContextManager[LLM]":
-    """An engine by a script's flags that decodes token ids to token ids, with its counters on; see
-    running. `more`: further arguments of vllm.LLM."""
-    prepare_environment(args.tp_size)
-    engine_args = default_engine_args(verifier, args.tp_size) | {
-        "dtype": args.dtype,
-        "max_model_len": min(args.max_seq_len, verifier.max_positions or args.max_seq_len),
-        "max_num_seqs": args.batch_size,
-        "gpu_memory_utilization": args.gpu_memory_utilization,
-        "trust_remote_code": args.trust_remote_code,
+    """An engine that decodes token ids to token ids, with its counters on; see running.
+    `more`: arguments of vllm.LLM that no flag sets."""
+    prepare_environment(settings.tp_size)
+    longest = min(settings.max_seq_len, verifier.max_positions or settings.max_seq_len)
+    engine_args = default_engine_args(verifier, settings.tp_size) | {
+        "dtype": settings.dtype,
+        "max_model_len": longest,
+        "max_num_seqs": settings.batch_size,
+        "gpu_memory_utilization": settings.gpu_memory_utilization,
+        "trust_remote_code": settings.trust_remote_code,
         "skip_tokenizer_init": True,
         "disable_log_stats": False,
     }
-    return running(engine_args | more, args.engine_args, what, args.load_timeout * 60)
+    return running(engine_args | more, settings.engine_args, what, settings.load_timeout * 60)
 
 
 def start_engine(
