@@ -231,8 +231,8 @@ class Output:
             if not isinstance(found.get(key), dict):
                 raise UserError(f"{path}: has no {key}; --overwrite makes the folder again")
         check_same(folder, stage, Stage(stage.name, found["settings"], found["inputs"]))
-        there = all((folder / name).exists() for name in products)
-        return "complete" if there and found.get("status") == "complete" else "in_progress"
+        all_there = all((folder / name).exists() for name in products)
+        return "complete" if all_there and found.get("status") == "complete" else "in_progress"
 
     def lock(self, state: str) -> None:
         """Make the folder and lock it against a second run, as long as the process lasts (a file
