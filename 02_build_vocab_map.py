@@ -5,18 +5,19 @@ Reads one or several tokenized_data.jsonl and writes OUTPUT_DIR/d2t.npy (int64 o
 those that occur at loss positions.
 """
 
-import io
 import time
 from pathlib import Path
+from typing import Any
 
 from common import artifacts, cli, errors, progress
+from common.data.settings import VocabSettings
 from common.manifest import Output, Stage
 
 STAGE = "vocab"
-SIZES = 8000, 16000, 32000, 64000  # of which the coverage is told too
+SIZES = 8000, 16000, 32000, 64000  # vocabularies whose coverage is recorded beside the chosen one
 
 
-def parse_args():
+def parse_args() -> VocabSettings:
     p = cli.Parser(STAGE, __doc__)
     p.add_common("--model-path")
     p.add_argument(
@@ -37,135 +38,92 @@ def parse_args():
     )
     p.add_common("--dry-run", "--overwrite", "--trust-remote-code", "--seed")
     p.need("--model-path", "--prepared-data", "--output-dir")
-    return p.parse()
+    return cli.as_settings(p.parse(), VocabSettings)
 
 
 def main() -> None:
-    args = parse_args()
+    settings = parse_args()
     progress.quiet_libraries()
     started = time.monotonic()
-    out = Path(args.output_dir)
+    out = Path(settings.output_dir)
+    size = settings.draft_vocab_size
 
     # ---------------------------------------------------------------- check
-    from common.data import samples
-    from common.data.vocab_map import (
-        build_map,
-        choose_tokens,
-        coverage_by_size,
-        draw_coverage,
-        files_hash,
-        merge_counts,
-        parse_prepared,
-    )
+    from common.data import samples, vocab_map
     from common.verifier.config import load_verifier
 
-    model = load_verifier(args.model_path)
-    folders, weights = parse_prepared(args.prepared_data)
-    artifacts.check_apart(out, args.model_path, *folders)
-    size = args.draft_vocab_size
-    if size > model.vocab_size:
+    verifier = load_verifier(settings.model_path)
+    folders, weights = vocab_map.parse_prepared(settings.prepared_data)
+    artifacts.check_apart(out, settings.model_path, *folders)
+    if size > verifier.vocab_size:
         raise errors.UserError(
-            f"--draft-vocab-size {size} is over the verifier's {model.vocab_size} tokens"
+            f"--draft-vocab-size {size} is over the verifier's {verifier.vocab_size} tokens"
         )
-    special = special_ids(args.model_path, model)
-    settings = {
+    special = vocab_map.special_ids(verifier)
+    decisive = {
         "draft_vocab_size": size,
-        "target_vocab_size": model.vocab_size,
-        "max_samples": args.max_samples,
+        "target_vocab_size": verifier.vocab_size,
+        "max_samples": settings.max_samples,
         "weights": weights,
         "special_ids": artifacts.sha256_json(sorted(special)),
     }
     prepared = [samples.prepared_identity(folder) for folder in folders]
     for folder in folders:
-        samples.check_tokenizer(folder, model)
+        samples.check_tokenizer(folder, verifier)
     inputs = {"prepared": prepared if len(prepared) > 1 else prepared[0]}
-    output = Output(out, Stage(STAGE, settings, inputs), args.overwrite)
+    output = Output(out, Stage(STAGE, decisive, inputs), settings.overwrite)
     state = output.earlier_run()
     if state == "complete":
         progress.log(f"vocab: {out} is complete (--overwrite makes it again)")
         return
 
     # ---------------------------------------------------------------- work
-    import numpy as np
-
-    counts_of_each = []
-    for folder in folders:
-        counts = np.zeros(model.vocab_size, dtype=np.int64)
-        for sample in samples.read_samples(folder, args.max_samples, model.vocab_size):
-            np.add.at(counts, sample.input_ids[sample.loss_mask], 1)
-        if not counts.any():
-            raise errors.UserError(f"{folder / samples.FILE}: no loss tokens in it")
-        counts_of_each.append(counts)
-    counts = merge_counts(counts_of_each, weights)
-    always = np.zeros(model.vocab_size, dtype=bool)
-    always[[i for i in special if i < model.vocab_size and counts[i]]] = True
-    always[[i for i in model.end_ids if i < model.vocab_size]] = True
-    chosen, filler = choose_tokens(counts, always, size)
-    d2t, t2d = build_map(chosen, model.vocab_size)
-    covered = coverage_by_size(counts)
-    coverage = float(counts[t2d].sum() / counts.sum())
-    distinct = int((counts > 0).sum())
-    total = int(sum(c.sum() for c in counts_of_each))
-    by_size = {str(n): round(covered(n), 6) for n in SIZES}
-    told = [n for n in SIZES if n < model.vocab_size and n != size]
-    others = ", ".join(f"{n}: {100 * covered(n):.2f}%" for n in told)
-    text = (
-        f"{size} of {model.vocab_size} tokens cover {100 * coverage:.2f}% of {total}"
-        f"{' weighted' if weights else ''} loss tokens{others and f' (other sizes: {others})'};"
-        f" {distinct} distinct, {int(always.sum())} special always in, {filler} filler slots"
-    )
-    if args.dry_run:
+    each = [
+        vocab_map.count_loss_tokens(folder, settings.max_samples, verifier.vocab_size)
+        for folder in folders
+    ]
+    counts_V = vocab_map.merge_counts(each, weights)
+    always_V = vocab_map.always_chosen(counts_V, special, verifier)
+    chosen, filler = vocab_map.choose_tokens(counts_V, always_V, size)
+    made = vocab_map.build_map(chosen, verifier.vocab_size)
+    covered = vocab_map.coverage_by_size(counts_V)
+    figures = {
+        "loss_tokens": int(sum(counts.sum() for counts in each)),
+        "distinct_tokens": int((counts_V > 0).sum()),
+        "coverage": float(counts_V[made.t2d].sum() / counts_V.sum()),
+        "coverage_by_size": {str(n): round(covered(n), 6) for n in SIZES},
+        "special_tokens": int(always_V.sum()),
+        "filler_slots": filler,
+    }
+    text = summary(figures, size, verifier.vocab_size, weights is not None)
+    if settings.dry_run:
         progress.log(f"vocab: dry run: {text}; nothing was written")
         return
 
     # ---------------------------------------------------------------- write
     output.lock(state)
     output.empty()
-    final = {
-        "loss_tokens": total,
-        "distinct_tokens": distinct,
-        "coverage": coverage,
-        "coverage_by_size": by_size,
-        "special_tokens": int(always.sum()),
-        "filler_slots": filler,
-    }
-    with (
-        artifacts.atomic_file(out / "d2t.npy") as d2t_file,
-        artifacts.atomic_file(out / "t2d.npy") as t2d_file,
-    ):
-        files = d2t_file, t2d_file
-        for file, array in zip(files, (d2t, t2d), strict=True):
-            data = io.BytesIO()  # of a full disk numpy says how many items it wrote
-            np.save(data, array, allow_pickle=False)
-            file.write(data.getvalue())
-            file.flush()
+    with vocab_map.writing_map(out, made) as digest:
         # before the files have their names: a map without a manifest is taken for somebody else's
-        digest = files_hash(Path(f.name) for f in files)
         seconds = time.monotonic() - started
-        output.finish(final, digest, seconds)
-    draw_coverage(out / "coverage.png", counts, size)
+        output.finish(figures, digest, seconds)
+    vocab_map.draw_coverage(out / "coverage.png", counts_V, size)
     progress.log(f"vocab: {text}; {progress.duration(seconds)} -> {out}")
 
 
-def special_ids(model_path: str, model) -> set[int]:
-    """Ids of the tokenizer's added special tokens, read from its files without loading it."""
-    from common.verifier.files import optional_file
-
-    found = set(model.end_ids)
-    for name, ids_of in (
-        ("tokenizer.json", lambda x: [t["id"] for t in x.get("added_tokens") or []]),
-        ("added_tokens.json", lambda x: x.values()),
-        ("tokenizer_config.json", lambda x: (x.get("added_tokens_decoder") or {}).keys()),
-    ):
-        path = optional_file(model_path, name)
-        try:
-            found |= {int(i) for i in ids_of(artifacts.read_json(path))} if path else set()
-        except (TypeError, KeyError, ValueError, AttributeError) as e:
-            raise errors.UserError(
-                f"{path}: its added tokens are not as tokenizers write them ({errors.one_line(e)});"
-                " download the file again"
-            ) from None
-    return found
+def summary(figures: dict[str, Any], size: int, vocab_size: int, weighted: bool) -> str:
+    """What the map covers, for a person."""
+    others = ", ".join(
+        f"{n}: {100 * share:.2f}%"
+        for n, share in figures["coverage_by_size"].items()
+        if int(n) < vocab_size and int(n) != size
+    )
+    return (
+        f"{size} of {vocab_size} tokens cover {100 * figures['coverage']:.2f}% of"
+        f" {figures['loss_tokens']}{' weighted' if weighted else ''} loss tokens"
+        f"{others and f' (other sizes: {others})'}; {figures['distinct_tokens']} distinct,"
+        f" {figures['special_tokens']} special always in, {figures['filler_slots']} filler slots"
+    )
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ answer at once. Values come from, in rising order: the flag's default, the YAML'
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import sys
@@ -40,33 +41,27 @@ def json_object(text: str | dict) -> dict:
     return value
 
 
-def seed(text: str) -> int:
-    """Argparse type: a number that every generator takes."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = -1
-    if not 0 <= value < 2**32:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to 2^32 - 1")
-    return value
+def whole(low: int, high: int | None = None) -> Callable[[str], int]:
+    """Argparse type: a whole number from `low` to `high`."""
+    limits = f"of at least {low}" if high is None else f"from {low} to {high}"
+
+    def number(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = low - 1
+        if value < low or (high is not None and value > high):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {limits}")
+        return value
+
+    return number
 
 
-def whole_number(text: str) -> int:
-    """Argparse type: a whole number of at least 0."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
-    return int(text)
+whole_number = whole(0)
+positive_int = whole(1)
 
 
-def positive_int(text: str) -> int:
-    """Argparse type: a whole number of at least 1."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return value
+counted = functools.partial(whole, 1)  # counted(high): from 1 to high
 
 
 def between(low: float, high: float) -> Callable[[str], float]:
@@ -84,18 +79,6 @@ def between(low: float, high: float) -> Callable[[str], float]:
     return number
 
 
-def counted(high: int) -> Callable[[str], int]:
-    """Argparse type: a whole number from 1 to `high`."""
-
-    def number(text: str) -> int:
-        value = positive_int(text)
-        if value > high:
-            raise argparse.ArgumentTypeError(f"{text!r} is over {high}")
-        return value
-
-    return number
-
-
 def path_text(text: str) -> str:
     """A path; not the empty one of an unset variable, which would mean the current folder."""
     if not text:
@@ -108,7 +91,65 @@ def as_settings(args: argparse.Namespace, kind: type[T]) -> T:
     return kind(**{f.name: getattr(args, f.name) for f in dataclasses.fields(kind)})  # type: ignore[arg-type]
 
 
-DTYPES = ["auto", "bfloat16", "float16", "float32"]
+# Flags that mean the same in every script.
+COMMON_FLAGS: dict[str, dict[str, Any]] = {
+    "--model-path": dict(type=path_text, metavar="DIR", help="verifier: local folder or hub name"),
+    "--prepared-data": dict(
+        type=path_text,
+        metavar="PATH",
+        help="folder written by 01, or the tokenized_data.jsonl in it",
+    ),
+    "--output-dir": dict(type=path_text, metavar="DIR", help="folder this stage writes"),
+    "--hidden-states": dict(type=path_text, metavar="DIR", help="folder written by 03"),
+    "--vocab-map": dict(type=path_text, metavar="DIR", help="folder written by 02"),
+    "--max-samples": dict(type=positive_int, metavar="N", help="use the first N samples"),
+    "--max-seq-len": dict(
+        type=positive_int, default=2048, metavar="TOKENS", help="longest sample, in tokens"
+    ),
+    "--layers": dict(
+        type=int,
+        nargs="+",
+        metavar="I",
+        help="layers captured, 0-based (default 2, n//2, n-3, n-1)",
+    ),
+    "--template-args": dict(
+        type=json_object,
+        default={},
+        metavar="JSON",
+        help='variables of the chat template, as {"enable_thinking": false}',
+    ),
+    "--tp-size": dict(
+        type=positive_int, default=1, metavar="GPUS", help="tensor-parallel size in vLLM"
+    ),
+    "--gpu-memory-utilization": dict(
+        type=between(0.01, 1), default=0.9, metavar="FRACTION", help="of a GPU's memory, for vLLM"
+    ),
+    "--dtype": dict(
+        default="auto",
+        choices=["auto", "bfloat16", "float16", "float32"],
+        help="of the verifier in vLLM",
+    ),
+    "--engine-args": dict(
+        type=json_object, default={}, metavar="JSON", help="more arguments of vLLM's engine"
+    ),
+    "--load-timeout": dict(
+        type=between(0.01, 10_000),
+        default=120,
+        metavar="MINUTES",
+        help="give up on a verifier that takes longer to load",
+    ),
+    "--seed": dict(
+        type=whole(0, 2**32 - 1),
+        default=0,
+        help="seed of what is random (nothing is in 01, 02 and 03)",
+    ),
+    "--dry-run": dict(action="store_true", help="check everything, print the plan, stop"),
+    "--overwrite": dict(action="store_true", help="replace what the output folder holds"),
+    "--trust-remote-code": dict(
+        action="store_true", help="run Python code that ships with the verifier, if any"
+    ),
+}
+ALIASES = {"--prepared-data": ("--data-path",)}
 
 
 class Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
@@ -125,12 +166,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, section: str, doc: str | None):
         prog = os.path.relpath(sys.argv[0]) if sys.argv[0] else ""
-        super().__init__(
-            prog=prog,
-            description=doc,
-            allow_abbrev=False,
-            formatter_class=Help,
-        )
+        super().__init__(prog=prog, description=doc, allow_abbrev=False, formatter_class=Help)
         self.section = section
         self.needed: list[str] = []
         if section in SECTIONS:
@@ -145,101 +181,60 @@ class Parser(argparse.ArgumentParser):
         """Name the flags that must have a value from the YAML or the command line."""
         self.needed += flags
 
-    def flags(self) -> dict[str, argparse.Action]:
-        return {a.dest: a for a in self._actions if a.option_strings and a.dest != "help"}
-
     def add_switch(self, flag: str, default: bool | None, text: str) -> None:
         """Add a flag and its --no- form."""
         self.add_argument(flag, action=argparse.BooleanOptionalAction, default=default, help=text)
 
     def add_common(self, *names: str) -> None:
-        """Add flags that mean the same in every script."""
-        texts: dict[str, dict[str, Any]] = {
-            "--model-path": dict(
-                type=path_text, metavar="DIR", help="verifier: local folder or hub name"
-            ),
-            "--output-dir": dict(type=path_text, metavar="DIR", help="folder this stage writes"),
-            "--hidden-states": dict(type=path_text, metavar="DIR", help="folder written by 03"),
-            "--vocab-map": dict(type=path_text, metavar="DIR", help="folder written by 02"),
-            "--max-samples": dict(type=positive_int, metavar="N", help="use the first N samples"),
-            "--max-seq-len": dict(
-                type=positive_int, default=2048, metavar="TOKENS", help="longest sample, in tokens"
-            ),
-            "--layers": dict(
-                type=int,
-                nargs="+",
-                metavar="I",
-                help="layers captured, 0-based (default 2, n//2, n-3, n-1)",
-            ),
-            "--template-args": dict(
-                type=json_object,
-                default={},
-                metavar="JSON",
-                help='variables of the chat template, as {"enable_thinking": false}',
-            ),
-            "--tp-size": dict(
-                type=positive_int, default=1, metavar="GPUS", help="tensor-parallel size in vLLM"
-            ),
-            "--gpu-memory-utilization": dict(
-                type=between(0.01, 1),
-                default=0.9,
-                metavar="FRACTION",
-                help="of a GPU's memory, for vLLM",
-            ),
-            "--dtype": dict(default="auto", choices=DTYPES, help="of the verifier in vLLM"),
-            "--engine-args": dict(
-                type=json_object, default={}, metavar="JSON", help="more arguments of vLLM's engine"
-            ),
-            "--load-timeout": dict(
-                type=between(0.01, 10_000),
-                default=120,
-                metavar="MINUTES",
-                help="give up on a verifier that takes longer to load",
-            ),
-            "--seed": dict(
-                type=seed, default=0, help="seed of what is random (nothing is in 01, 02 and 03)"
-            ),
-            "--dry-run": dict(action="store_true", help="check everything, print the plan, stop"),
-            "--overwrite": dict(action="store_true", help="replace what the output folder holds"),
-            "--trust-remote-code": dict(
-                action="store_true", help="run Python code that ships with the verifier, if any"
-            ),
-        }
+        """Add some of COMMON_FLAGS."""
         for name in names:
-            if name == "--prepared-data":
-                self.add_argument(
-                    "--prepared-data",
-                    "--data-path",
-                    type=path_text,
-                    metavar="PATH",
-                    help="folder written by 01, or the tokenized_data.jsonl in it",
-                )
-            else:
-                self.add_argument(name, **texts[name])
+            self.add_argument(name, *ALIASES.get(name, ()), **COMMON_FLAGS[name])
 
-    def parse(self, argv: list[str] | None = None) -> argparse.Namespace:
+    def parse(self) -> argparse.Namespace:
         """Merge YAML and command line; exits with 2 on anything unknown or missing."""
-        argv = sys.argv[1:] if argv is None else argv
-        peek = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        peek.add_argument("--config", nargs="?")
-        config = peek.parse_known_args(argv)[0].config if self.section in SECTIONS else None
-        if config and not {"-h", "--help"} & set(argv):
-            self.set_defaults(**self.read_yaml(Path(config)))
-        args, unknown = self.parse_known_args(argv)
+        config = None
+        if self.section in SECTIONS:
+            peek = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+            peek.add_argument("--config", nargs="?")
+            config = peek.parse_known_args()[0].config
+        if config and not {"-h", "--help"} & set(sys.argv[1:]):
+            self.set_defaults(**self.yaml_values(Path(config)))
+        args, unknown = self.parse_known_args()
         if unknown:
             options = [o for a in self._actions for o in a.option_strings]
             word = next((u for u in unknown if u.startswith("-")), unknown[0])
             self.error(f"unknown flag {word}{nearest(word.split('=')[0], options)}")
         for flag in self.needed:
-            if getattr(args, flag.lstrip("-").replace("-", "_")) is None:
-                key = flag.lstrip("-").replace("-", "_")
+            key = flag.lstrip("-").replace("-", "_")
+            if getattr(args, key) is None:
                 where = f"{config}: missing key {key}; " if config else ""
                 yaml = f" (or `{key}:` in the YAML)" if self.section in SECTIONS else ""
                 self.error(f"{where}{flag} is required{yaml}")
         return args
 
-    def read_yaml(self, path: Path) -> dict[str, Any]:
+    def yaml_values(self, path: Path) -> dict[str, Any]:
         """Return the values of `common` and this script's section, checked as flags are."""
+        flags = {a.dest: a for a in self._actions if a.dest not in ("help", "config")}
+        values: dict[str, Any] = {}
+        for section, keys in sorted(self.read_yaml(path).items(), key=lambda x: x[0] != "common"):
+            if section not in SECTIONS:
+                self.error(
+                    f"{path}: unknown section {section}{nearest(str(section), list(SECTIONS))}"
+                )
+            if keys is not None and not isinstance(keys, dict):
+                self.error(f"{path}: section {section} is not a mapping of keys to values")
+            if section not in ("common", self.section):
+                continue
+            known = list(COMMON_KEYS if section == "common" else flags)
+            for key, value in (keys or {}).items():
+                if key not in known:
+                    self.error(f"{path}: unknown key {section}.{key}{nearest(str(key), known)}")
+                if key in flags and value is not None:
+                    values[key] = self.convert(flags[key], value, f"{path}: {section}.{key}")
+        return values
+
+    def read_yaml(self, path: Path) -> dict:
+        """The sections of a YAML; exits with 2 on one that cannot be read."""
         import yaml
 
         class Loader(yaml.SafeLoader):
@@ -253,33 +248,16 @@ class Parser(argparse.ArgumentParser):
                 return super().construct_mapping(node, deep)
 
         try:
-            text = yaml.load(path.read_text(encoding="utf-8"), Loader)
+            sections = yaml.load(path.read_text(encoding="utf-8"), Loader)
         except OSError as e:
             self.error(f"--config {path}: {e.strerror}")
         except (yaml.YAMLError, UnicodeDecodeError) as e:
             self.error(f"{path}: not YAML: {' '.join(str(e).split())}")
         except RecursionError:
             self.error(f"{path}: not YAML: it is nested too deeply")
-        if not isinstance(text, dict):
+        if not isinstance(sections, dict):
             self.error(f"{path}: expected sections {', '.join(SECTIONS)}")
-        flags = self.flags()
-        values: dict[str, Any] = {}
-        for section, keys in sorted(text.items(), key=lambda x: x[0] != "common"):
-            if section not in SECTIONS:
-                self.error(
-                    f"{path}: unknown section {section}{nearest(str(section), list(SECTIONS))}"
-                )
-            if keys is not None and not isinstance(keys, dict):
-                self.error(f"{path}: section {section} is not a mapping of keys to values")
-            if section not in ("common", self.section):
-                continue
-            known = list(COMMON_KEYS if section == "common" else flags.keys() - {"config"})
-            for key, value in (keys or {}).items():
-                if key not in known:
-                    self.error(f"{path}: unknown key {section}.{key}{nearest(str(key), known)}")
-                if key in flags and value is not None:
-                    values[key] = self.convert(flags[key], value, f"{path}: {section}.{key}")
-        return values
+        return sections
 
     def convert(self, action: argparse.Action, value: Any, where: str) -> Any:
         """Give a YAML value the type that its flag would have."""
@@ -287,7 +265,7 @@ class Parser(argparse.ArgumentParser):
             if not isinstance(value, bool):
                 self.error(f"{where}: expected true or false, found {value!r}")
             return value
-        many = action.nargs in ("+", "*") or isinstance(action, argparse._AppendAction)
+        many = action.nargs in ("+", "*")
         if many != isinstance(value, list):
             self.error(f"{where}: expected {'a list' if many else 'one value'}, found {value!r}")
         kind: Callable = action.type if callable(action.type) else str

@@ -106,7 +106,7 @@ def test_files_folders_and_packings(tmp_path):
     for name in ("2.jsonl.gz", "3.jsonl.zst"):
         path = tmp_path / "a" / name
         path.write_bytes(path.read_bytes()[:-6])
-        with pytest.raises(UserError, match=f"{name}.*(unpacked|mend)"):
+        with pytest.raises(UserError, match=f"{name}.*(unpacked|fix)"):
             rows_of(path)
 
 
@@ -307,7 +307,7 @@ def test_folders_are_read_whole_or_not_at_all(tmp_path):
     (row,) = read_rows(parse_sources([str(folder)], None))
     assert "messages" not in row.value  # a null key is none
     (folder / "c.jsonl").symlink_to(folder / "gone.jsonl")
-    with pytest.raises(UserError, match=r"c\.jsonl: a link to nothing"):
+    with pytest.raises(UserError, match=r"c\.jsonl: a broken link"):
         rows_of(folder)
 
 

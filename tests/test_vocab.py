@@ -53,7 +53,7 @@ def test_load_map_refuses_arrays_that_disagree(tmp_path):
     other = build_map(np.array([1, 4, 8]), 10)
     for name, array in zip(("d2t", "t2d"), other, strict=True):
         np.save(tmp_path / f"{name}.npy", array)
-    with pytest.raises(UserError, match="its map is not the one that its report is of"):
+    with pytest.raises(UserError, match="its map is not the one that its manifest describes"):
         load_map(tmp_path, 10)
     np.save(tmp_path / "d2t.npy", np.array([1, 4, 7]))  # ids instead of offsets
     with pytest.raises(UserError, match="are not a map of the verifier's 10 tokens"):

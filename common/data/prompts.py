@@ -13,8 +13,13 @@ from common.errors import UserError
 
 @dataclass(frozen=True)
 class Prompt:
-    """`messages` is empty for a row that came as token ids; `later`: the groups of turns that
-    follow, each to be asked after an answer."""
+    """A prompt to be answered.
+
+    messages: empty for a row that came as token ids.
+    input_ids: what a server is sent for the messages.
+    later: the groups of turns that follow, each of them after another answer.
+    tools: the row's, for the template.
+    """
 
     id: str
     messages: list[dict[str, Any]]
@@ -58,7 +63,7 @@ def load_prompts(
                 )
         except RowError as e:
             if not skip_bad_rows:
-                raise UserError(f"{row.where}: {e}; mend or remove the row") from None
+                raise UserError(f"{row.where}: {e}; fix or remove the row") from None
             skipped += 1
             continue
         prompts[prompt.id] = prompt
@@ -90,14 +95,14 @@ def prompt_of(
     name = conversation_name(messages) if key is None else conversation_id(key)
     later: tuple[list[dict[str, Any]], ...] = ()
     if all_turns:
-        messages, *rest = questions(messages)
+        messages, *rest = groups_between_answers(messages)
         later = tuple(rest)
     tools = tools_of(row.value)
     return Prompt(name, messages, template().prompt_ids(messages, tools), later, tools)
 
 
-def questions(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """The groups of turns between the answers, which are dropped."""
+def groups_between_answers(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """The turns before and between the answers, in groups; the answers are dropped."""
     if any(m["role"] == "tool" for m in messages):
         raise RowError("tool results", "another answer may make other calls; ask its last turn")
     groups: list[list[dict[str, Any]]] = [[]]

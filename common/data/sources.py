@@ -1,9 +1,12 @@
-"""Raw rows of chat data, one at a time: local files or folders of them, or a hub data set."""
+"""Sources of rows: local files or folders of them, or a hub data set, read a row at a time.
 
-import gzip
+Read by hand rather than through `datasets`, whose readers give every row one schema (rows of chat
+data have keys of their own), copy the data into a cache and cannot name the line of a bad row.
+"""
+
 import io
+import itertools
 import os
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +18,17 @@ from common.errors import UserError, nearest, one_line
 from common.progress import log
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
-PACKED = (".gz", ".zst")
+PACKED = {".gz": "gzip", ".zst": "zstd"}  # suffix: pyarrow's name of the compression
 OPTIONS = ("config", "split", "revision", "weight", "form")
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row, where it stands (`file:line`, `file row N`), for messages, and its form, if said."""
+    """A row of a source.
+
+    where: its place, for messages: `file:line` or `file row N`.
+    form: a name in conversations.FORMS, where the source says it.
+    """
 
     where: str
     value: dict[str, Any]
@@ -106,7 +113,7 @@ def hub_commit(name: str, revision: str | None, flag: str) -> str | None:
 def parse_sources(
     texts: list[str], max_samples: int | None, flag: str = "--dataset"
 ) -> list[Source]:
-    """Every source; weights, if any, must be all and have something to share out.
+    """Every source; UserError where only some have a weight, or no --max-samples is there to share.
 
     Args:
         flag: that the texts are of, for messages.
@@ -137,7 +144,7 @@ def local_files(path: Path) -> list[Path]:
             raise UserError(f"{path}: no {', '.join(SUFFIXES)} in this folder")
         broken = next((p for p in found if not p.is_file()), None)
         if broken is not None:
-            raise UserError(f"{broken}: a link to nothing; mend it or delete it")
+            raise UserError(f"{broken}: a broken link; fix or delete it")
         return found
     if not path.is_file():
         raise UserError(f"{path}: no such file")
@@ -197,10 +204,7 @@ def read_rows(
     """
     mixed = sources and sources[0].weight is not None
     rows = mix(sources, wanted) if mixed else (row for s in sources for row in source_rows(s))
-    for n, row in enumerate(rows):
-        if max_rows is not None and n >= max_rows:
-            return
-        yield row
+    return itertools.islice(rows, max_rows)
 
 
 def mix(sources: list[Source], wanted: float) -> Iterator[Row]:
@@ -216,7 +220,7 @@ def mix(sources: list[Source], wanted: float) -> Iterator[Row]:
             if given and total < wanted:
                 log(
                     f"{sources[due].name}: ended after {count} rows, under its weight; the others"
-                    " go on without it"
+                    " continue without it"
                 )
         else:
             given[due] += 1
@@ -245,23 +249,21 @@ def read_file(path: Path) -> Iterator[Row]:
         return
     try:
         yield from read_jsonl(path) if kind == ".jsonl" else read_json_array(path)
-    except (EOFError, gzip.BadGzipFile, zlib.error) as e:
-        raise UserError(f"{path}: cannot be unpacked ({e}); is it whole?") from None
-    except OSError as e:  # pyarrow's, of a broken .zst
+    except OSError as e:
         if path.suffix not in PACKED:
             raise
-        raise UserError(f"{path}: cannot be unpacked ({e}); is it whole?") from None
+        raise UserError(
+            f"{path}: cannot be unpacked ({e}); is it complete? copy or download it again"
+        ) from None
 
 
 def open_bytes(path: Path) -> Any:
     """A binary file to read lines from, unpacked where its name says so."""
-    if path.suffix == ".gz":
-        return gzip.open(path, "rb")
-    if path.suffix == ".zst":
-        import pyarrow
+    if path.suffix not in PACKED:
+        return open(path, "rb")
+    import pyarrow
 
-        return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"))
-    return open(path, "rb")
+    return io.BufferedReader(pyarrow.input_stream(str(path), compression=PACKED[path.suffix]))
 
 
 def read_jsonl(path: Path) -> Iterator[Row]:
@@ -272,7 +274,11 @@ def read_jsonl(path: Path) -> Iterator[Row]:
             try:
                 value = decode_json(line)
             except (ValueError, RecursionError) as e:
-                packed = "it is gzip; name it .gz" if line[:2] == b"\x1f\x8b" else "mend the line"
+                packed = (
+                    "it is gzip; name it .gz"
+                    if line[:2] == b"\x1f\x8b"
+                    else "fix or remove the line"
+                )
                 raise UserError(f"{path}:{number}: not JSON ({e}); {packed}") from None
             yield Row(f"{path}:{number}", value)
 
@@ -287,7 +293,7 @@ def read_json_array(path: Path) -> Iterator[Row]:
             yield from read_jsonl(path)
             return
         line = getattr(e, "lineno", 1)
-        raise UserError(f"{path}:{line}: not JSON ({e}); mend the file") from None
+        raise UserError(f"{path}:{line}: not JSON ({e}); fix the file") from None
     if isinstance(values, dict):
         values = [values]
     if not isinstance(values, list):
@@ -337,8 +343,7 @@ def read_hub(source: Source) -> Iterator[Row]:
         for n, value in enumerate(data):
             yield Row(f"{source.name} row {n}", drop_nulls(value))
     except Exception as e:  # hub, network and builder errors are many; one remedy
-        reason = f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
         raise UserError(
-            f"{source.name}: no such file, and the hub did not serve it ({reason});"
+            f"{source.name}: no such file, and the hub did not serve it ({one_line(e, 200)});"
             " give a local .json, .jsonl or .parquet"
         ) from None

@@ -10,7 +10,8 @@ it takes token t+1+k and predicts token t+2+k.
     M[2]        0 0 1 0  0  0  0  0      predicts t+4: e
 
 a0 is never a target (the verifier samples it) and nothing after e is. This is the only
-place where the rule is made.
+place where the rule is made. Which tokens are answers, the mask itself, is decided when the data
+are prepared, in data/chat_template.py.
 """
 
 import torch
