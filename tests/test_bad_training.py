@@ -145,8 +145,8 @@ def test_odd_draft_shapes(tiny_stages, tmp_path, shape, text):
     ("flag", "value", "text"),
     [
         ("--draft-shape", '{"a":' * 3000 + "1" + "}" * 3000, "is nested too deeply"),
-        ("--seed", str(2**64), "is not a whole number from 0 to 2^32 - 1"),
-        ("--seed", "-1", "is not a whole number from 0 to 2^32 - 1"),
+        ("--seed", str(2**64), "is not a whole number from 0 to 4294967295"),
+        ("--seed", "-1", "is not a whole number from 0 to 4294967295"),
     ],
 )
 def test_odd_values_are_wrong_flags(flag, value, text):
