@@ -7,21 +7,53 @@ and state/ for resuming. Run the same command again after a kill: it continues w
 last state was saved, to the same bits.
 """
 
+from __future__ import annotations
+
 import importlib.util
 import os
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from common import artifacts, cli, errors, progress
 from common.manifest import Output, Stage, recorded
+from common.training.settings import TrainSettings
+
+if TYPE_CHECKING:
+    from common.draft.config import DraftShape
+    from common.draft.packed_row import PackedRow
+    from common.training.heldout import HeldOut
+    from common.training.inputs import TrainData
+    from common.training.metrics import StepLog
+    from common.training.packing import StepWork
+    from common.training.ranks import Ranks
+    from common.training.setup import Training, TrainJob
+    from common.training.step import StepSums, Trainer
+    from common.verifier.config import Verifier
 
 STAGE = "train"
 
 
-def parse_args():
+def parse_args() -> TrainSettings:
     p = cli.Parser(STAGE, __doc__)
     p.add_common("--model-path", "--prepared-data", "--vocab-map", "--hidden-states")
     p.add_common("--output-dir", "--max-samples", "--max-seq-len", "--layers")
+    add_training_flags(p)
+    add_draft_flags(p)
+    add_run_flags(p)
+    p.add_common("--seed", "--dry-run", "--overwrite", "--trust-remote-code")
+    p.need("--model-path", "--prepared-data", "--vocab-map", "--hidden-states", "--output-dir")
+    args = p.parse()
+    if args.norm_before_fc is None:
+        args.norm_before_fc = not args.fc_norm
+    if args.norm_before_fc and args.fc_norm:
+        p.error("--norm-before-fc and --fc-norm exclude each other")
+    return cli.as_settings(args, TrainSettings)
+
+
+def add_training_flags(p: cli.Parser) -> None:
     p.add_argument("--epochs", type=cli.counted(1000), default=10, help="passes over the data")
     p.add_argument(
         "--max-batch-tokens",
@@ -34,8 +66,8 @@ def parse_args():
         "--rows-per-step",
         type=cli.positive_int,
         metavar="ROWS",
-        help="packed rows of one optimizer step, over all GPUs (default: one a GPU; a run that"
-        " goes on keeps its own)",
+        help="packed rows of one optimizer step, over all GPUs (default: one per GPU; a run that"
+        " resumes keeps its own)",
     )
     p.add_argument("--ttt-steps", type=cli.counted(16), default=3, help="depths trained")
     p.add_argument(
@@ -61,6 +93,9 @@ def parse_args():
         "--heldout-fraction", type=cli.between(0, 0.9), default=0.05, help="of conversations"
     )
     p.add_switch("--train-lm-head", True, "the head too, which starts as the verifier's")
+
+
+def add_draft_flags(p: cli.Parser) -> None:
     p.add_switch(
         "--norm-before-residual",
         True,
@@ -85,8 +120,11 @@ def parse_args():
         "--init-from",
         type=cli.path_text,
         metavar="DIR",
-        help="published draft of the same shape to start from, instead of random weights",
+        help="draft checkpoint of the same shape to start from, instead of random weights",
     )
+
+
+def add_run_flags(p: cli.Parser) -> None:
     p.add_argument(
         "--save-every",
         type=cli.positive_int,
@@ -121,286 +159,326 @@ def parse_args():
         action="store_true",
         help="linears but the head in float8 (a GPU of compute capability 8.9 or later)",
     )
-    p.add_common("--seed", "--dry-run", "--overwrite", "--trust-remote-code")
-    p.need("--model-path", "--prepared-data", "--vocab-map", "--hidden-states", "--output-dir")
-    args = p.parse()
-    if args.norm_before_fc is None:
-        args.norm_before_fc = not args.fc_norm
-    if args.norm_before_fc and args.fc_norm:
-        p.error("--norm-before-fc and --fc-norm exclude each other")
-    return args
 
 
 def main() -> None:
-    args = parse_args()
+    settings = parse_args()
     progress.quiet_libraries()
     # CUDA's matrix products repeat their bits only with a fixed workspace.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     started = time.monotonic()
-    from common.serving.checkpoint import check_draft
-    from common.training import metrics
     from common.training.inputs import choose_compute
     from common.training.ranks import start_ranks
 
-    device, dtype = choose_compute(args.device, args.compute_dtype, args.float8)
-    ranks = start_ranks(device)
-    job = ranks.in_turn(lambda: check(args, device, dtype, ranks))
+    settings = choose_compute(settings)
+    ranks = start_ranks(settings.device)
+    job = ranks.main_process_first(lambda: check(settings, ranks))
     if job is None:
         return
-    heldout, steps, spent = train_draft(args, job, device, dtype, ranks)
-    if not ranks.first:
-        return
-
-    # ---------------------------------------------------------------- report
-    out = Path(args.output_dir)
-    metrics.draw_curves(out)
-    check_draft(out, job.model)
-    digest = artifacts.sha256_file(out / "model.safetensors")
-    seconds = time.monotonic() - started
-    tokens = sum(map(job.step_tokens, job.steps[:steps]))
-    counts = {
-        "samples": len(job.train),
-        "heldout": len(job.held),
-        "steps": steps,
-        "tokens": tokens,
-    }
-    more = {"heldout": heldout, "train_seconds": round(spent, 2)}
-    job.output.finish(counts, digest, seconds, **more)
-    text = f"held-out acceptance length {heldout['acceptance_length']}, " if heldout else ""
-    progress.log(
-        f"train: {text}{steps} steps, {tokens} tokens in {progress.duration(spent)}"
-        f" ({tokens / max(spent, 1e-9):.0f} tok/s); this run {progress.duration(seconds)}"
-        f" -> {out}"
-    )
+    result = train(job, ranks)
+    if ranks.first:
+        report(job, result, time.monotonic() - started)
 
 
 # ---------------------------------------------------------------- check and plan
 
 
-def check(args, device, dtype, ranks):
-    """Check everything that can be known before the training, plan it and hold the output
-    folder; returns its Job, None when there is nothing to do."""
-    from common.draft import export
-    from common.draft.checkpoint import check_initial
-    from common.draft.config import (
-        check_float8,
-        check_on_gpu,
-        draft_shape,
-    )
-    from common.training import packing
-    from common.training.inputs import open_data, run_settings
-    from common.training.setup import Job
+def check(settings: TrainSettings, ranks: Ranks) -> TrainJob | None:
+    """Check everything that can be known before the training, plan it and lock the output folder;
+    returns None when there is nothing to do."""
+    from common.training.inputs import content_settings, open_data
     from common.training.state import check_state
     from common.verifier.config import load_verifier
 
-    out = Path(args.output_dir)
-    model = load_verifier(args.model_path)
-    data = open_data(args, model)
+    verifier = load_verifier(settings.model_path)
+    data = open_data(settings, verifier)
+    shape = check_shape(settings, verifier, data)
     inputs = dict(data.identities)
-    shape = draft_shape(
-        args.draft_shape,
-        model,
-        len(data.layers) - 1,
-        len(data.maps[0]),
-        norm_before_residual=args.norm_before_residual,
-        norm_before_fc=args.norm_before_fc,
-        fc_norm=args.fc_norm,
-        norm_output=args.norm_output,
-    )
-    if args.float8:
-        check_float8(shape)
-    if device == "cuda":
-        check_on_gpu(shape)
-    aux = data.layers[:-1]
-    if args.init_from:
-        check_initial(Path(args.init_from), shape, export.serving_layer_ids(aux))
-        inputs["init_from"] = artifacts.sha256_file(Path(args.init_from) / "model.safetensors")
-    earlier_rows = None if args.overwrite else recorded(out, "settings", "rows_per_step")
-    rows_a_step = args.rows_per_step or earlier_rows or ranks.world
-    settings = run_settings(args, shape, data, device, dtype, rows_a_step)
-    output = Output(out, Stage(STAGE, settings, inputs), args.overwrite)
+    if settings.init_from:
+        file = Path(settings.init_from) / "model.safetensors"
+        inputs["init_from"] = artifacts.sha256_file(file)
+    if not settings.rows_per_step:
+        earlier = (
+            None if settings.overwrite else recorded(settings.out, "settings", "rows_per_step")
+        )
+        settings = replace(settings, rows_per_step=earlier or ranks.world)
+    stage = Stage(STAGE, content_settings(settings, shape, data), inputs)
+    output = Output(settings.out, stage, settings.overwrite)
     state = output.earlier_run()
     if state == "complete":
-        say(ranks, f"train: {out} is complete (--overwrite makes it again)")
+        ranks.log(f"train: {settings.out} is complete (--overwrite makes it again)")
         return None
     # used only during or after training
-    for package in ("speculators", "matplotlib", *["tensorboard"] * args.tensorboard):
+    for package in ("speculators", "matplotlib", *["tensorboard"] * settings.tensorboard):
         if importlib.util.find_spec(package) is None:
             raise errors.UserError(f"the package {package} is not installed; see requirements.txt")
+    job = plan(settings, output, verifier, shape, data)
+    log_plan(job, ranks)
+    check_resources(job, ranks)
+    if ranks.first and not settings.dry_run:
+        output.lock(state)
+    if ranks.first and not settings.overwrite:  # locked: another run may be dropping this state
+        check_state(settings.out / "state", len(job.steps))
+    if settings.dry_run:
+        ranks.log("train: dry run, every check passed; nothing was loaded or written")
+        return None
+    return job
 
-    # ---------------------------------------------------------------- plan
-    train, held = packing.split_samples(data.samples, args.heldout_fraction, args.loss_rule)
+
+def check_shape(settings: TrainSettings, verifier: Verifier, data: TrainData) -> DraftShape:
+    """The draft's shape, which the device and --init-from must fit."""
+    from common.draft.checkpoint import check_initial
+    from common.draft.config import check_on_gpu, draft_shape
+    from common.draft.export import serving_layer_ids
+
+    aux = data.layers[:-1]
+    shape = draft_shape(
+        settings.draft_shape,
+        verifier,
+        len(aux),
+        len(data.d2t),
+        norm_before_residual=settings.norm_before_residual,
+        norm_before_fc=settings.norm_before_fc,
+        fc_norm=settings.fc_norm,
+        norm_output=settings.norm_output,
+    )
+    if settings.device == "cuda":
+        check_on_gpu(shape, settings.float8)
+    if settings.init_from:
+        check_initial(Path(settings.init_from), shape, serving_layer_ids(aux))
+    return shape
+
+
+def plan(
+    settings: TrainSettings, output: Output, verifier: Verifier, shape: DraftShape, data: TrainData
+) -> TrainJob:
+    """Split the samples and pack them into steps; UserError where nothing is left to do so with."""
+    from common.training.packing import plan_steps, split_samples
+    from common.training.setup import TrainJob
+
+    train, held = split_samples(data.samples, settings.heldout_fraction, settings.loss_rule)
     if not train:
         raise errors.UserError(
             f"{data.prepared}: nothing to train on ({len(held)} of {len(data.samples)} samples held"
             " out, the others without a loss position); lower --heldout-fraction or prepare more"
         )
-    if args.patience and not held:
+    if settings.patience and not held:
         raise errors.UserError(
             "--patience: no sample is held out to measure on; raise --heldout-fraction or leave it"
         )
-    steps = packing.plan_steps(train, args.max_batch_tokens, args.epochs, args.seed, rows_a_step)
-    job = Job(output, model, shape, data, train, held, steps)
-    say_plan(args, job, rows_a_step, device, dtype, ranks)
-    check_room(args, job, device, dtype, ranks)
-    if ranks.first and not args.dry_run:
-        output.lock(state)
-    if ranks.first and not args.overwrite:  # held: another run may be dropping this state
-        check_state(out / "state", len(steps))
-    if args.dry_run:
-        say(ranks, "train: dry run, every check passed; nothing was loaded or written")
-        return None
-    return job
-
-
-def say_plan(args, job, rows_a_step: int, device, dtype, ranks) -> None:
-    """Log what is about to be done."""
-    tokens = sum(job.train.values())
-    say(
-        ranks,
-        f"train: {len(job.train)} samples ({tokens} tokens), {len(job.held)} held out;"
-        f" {args.epochs} epochs, {len(job.steps)} steps of {rows_a_step} x at most"
-        f" {args.max_batch_tokens} tokens; {args.ttt_steps} depths,"
-        f" {job.shape.draft_vocab_size} draft tokens, {dtype} on {ranks.world} x {device}",
+    assert settings.rows_per_step
+    steps = plan_steps(
+        train, settings.max_batch_tokens, settings.epochs, settings.seed, settings.rows_per_step
     )
-    if rows_a_step % ranks.world:
-        say(
-            ranks,
-            f"train: note: {ranks.world} processes share {rows_a_step} rows a step, some wait for"
-            " the others; see --rows-per-step",
+    return TrainJob(settings, output, verifier, shape, data, train, held, steps)
+
+
+def log_plan(job: TrainJob, ranks: Ranks) -> None:
+    """Log what is about to be done."""
+    settings = job.settings
+    rows = settings.rows_per_step or 1
+    ranks.log(
+        f"train: {len(job.train)} samples ({sum(job.train.values())} tokens), {len(job.held)} held"
+        f" out; {settings.epochs} epochs, {len(job.steps)} steps of {rows} x at most"
+        f" {settings.max_batch_tokens} tokens; {settings.ttt_steps} depths,"
+        f" {job.shape.draft_vocab_size} draft tokens, {settings.dtype} on {ranks.world} x"
+        f" {settings.device}"
+    )
+    if rows % ranks.world:
+        ranks.log(
+            f"train: note: {ranks.world} processes share {rows} rows per step, some wait for"
+            " the others; see --rows-per-step"
         )
 
 
-def check_room(args, job, device, dtype, ranks) -> None:
+def check_resources(job: TrainJob, ranks: Ranks) -> None:
     """UserError where the disk, the memory or the checkpoint's format will not do."""
-    from common.draft import export
-    from common.draft.config import (
-        memory_needed,
-        parameter_count,
-    )
-    from common.training.inputs import require_memory
+    from common.draft.config import memory_needed, parameter_count
+    from common.draft.export import speculators_draft
 
-    out = Path(args.output_dir)
-    # the states kept, one more (it is whole before the oldest goes), and the checkpoint
+    settings, itemsize = job.settings, job.settings.dtype.itemsize
+    # the states kept, one more (it is complete before the oldest goes), and the checkpoint
     size = parameter_count(job.shape)
-    needed = size * ((args.keep_states + 1) * (12 + dtype.itemsize) + 4)
-    moments = 1 if args.optimizer == "muon" else 2
-    memory = memory_needed(job.shape, dtype.itemsize, ranks.world, moments, args.train_lm_head)
-    say(
-        ranks,
-        f"train: {size / 1e6:.1f} M parameters; up to {needed / 1e9:.2f} GB of disk,"
-        f" at least {memory / 1e9:.2f} GB of memory and the activations",
+    disk = size * ((settings.keep_states + 1) * (12 + itemsize) + 4)
+    optimizer_tensors = 1 if settings.optimizer == "muon" else 2
+    memory = memory_needed(
+        job.shape, itemsize, ranks.world, optimizer_tensors, settings.train_lm_head
     )
-    there = () if args.overwrite else out.rglob("*.safetensors")
-    needed -= sum(p.stat().st_size for p in there)
-    artifacts.require_space(out, needed, args.overwrite, "lower --keep-states")
-    if device == "cuda":
-        require_memory(memory)
+    ranks.log(
+        f"train: {size / 1e6:.1f} M parameters; up to {disk / 1e9:.2f} GB of disk,"
+        f" at least {memory / 1e9:.2f} GB of memory and the activations"
+    )
+    there = () if settings.overwrite else settings.out.rglob("*.safetensors")
+    disk -= sum(p.stat().st_size for p in there)
+    artifacts.require_space(settings.out, disk, settings.overwrite, "lower --keep-states")
+    if settings.device == "cuda":
+        require_gpu_memory(memory)
     if ranks.first:  # last, for it takes seconds
-        export.speculators_draft(job.shape, job.model, job.data.layers[:-1], args.ttt_steps, dtype)
+        aux, depths = job.data.layers[:-1], settings.ttt_steps
+        speculators_draft(job.shape, job.verifier, aux, depths, settings.dtype)
 
 
-def say(ranks, text: str) -> None:
-    """Log a line that all ranks would say."""
-    if ranks.first:
-        progress.log(text)
+def require_gpu_memory(needed_bytes: int) -> None:
+    """UserError when this process's GPU has not so much free."""
+    import torch
+
+    free, _ = torch.cuda.mem_get_info()
+    if needed_bytes > free:
+        raise errors.UserError(
+            f"needs {needed_bytes / 1e9:.1f} GB of GPU memory and the activations', and"
+            f" {free / 1e9:.1f} GB are free; free it, take a larger GPU, or more of them by"
+            " torchrun, which share the optimizer's state"
+        )
 
 
 # ---------------------------------------------------------------- work
 
 
-def train_draft(args, job, device, dtype, ranks) -> tuple[dict | None, int, float]:
-    """Train, going on from the newest state, and export the best epoch's draft; returns its
-    held-out measure, the steps taken and their seconds, of all runs."""
+@dataclass(frozen=True)
+class Result:
+    """heldout: the best epoch's measure; steps taken and their seconds, of all runs."""
+
+    heldout: dict[str, Any] | None
+    steps: int
+    seconds: float
+
+
+def train(job: TrainJob, ranks: Ranks) -> Result:
+    """Train, resuming from the newest state, and export the best epoch's draft."""
     import torch
 
     from common import vml
-    from common.draft import export
-    from common.training import loader, packing
-    from common.training.setup import load
-    from common.training.state import save_state
-    from common.training.step_log import StepLog
-    from common.training.trainer import rehearse, schedule
+    from common.draft.export import export_draft
+    from common.training.setup import compile_warm_up, set_up
 
-    out, steps, data = Path(args.output_dir), job.steps, job.data
+    settings, data, on_gpu = job.settings, job.data, job.settings.device == "cuda"
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     vml.settle()
+
+    # ---------------------------------------------------------------- load
     began = time.monotonic()
-    loaded = load(args, job, device, dtype, ranks)
-    trainer, teacher, held, begun = loaded.trainer, loaded.teacher, loaded.held, loaded.begun
-    if begun:
-        say(ranks, f"train: continuing after step {begun} of {len(steps)}")
-    say(ranks, f"train: loaded in {progress.duration(time.monotonic() - began)}")
-    if device == "cuda":
-        rehearse(trainer, teacher, loaded.reader.read(steps[0].rows[0]).to(device))
-        torch.cuda.synchronize()
-    ranks.agree(True)  # all are there; none waits for another's kernels in its first step
-    if device == "cuda":
-        say(ranks, f"train: kernels ready after {progress.duration(time.monotonic() - began)}")
+    training = set_up(job, ranks)
+    trainer, heldout = training.trainer, training.heldout
+    if training.start_step:
+        ranks.log(f"train: continuing after step {training.start_step} of {len(job.steps)}")
+    ranks.log(f"train: loaded in {progress.duration(time.monotonic() - began)}")
+    if on_gpu:
+        compile_warm_up(trainer, training.reader.read(job.steps[0].rows[0]).to("cuda"))
+    ranks.all_ok(True)  # all are there; none waits for another's kernels in its first step
+    if on_gpu:
+        ranks.log(f"train: kernels ready after {progress.duration(time.monotonic() - began)}")
     if ranks.first:  # nothing that was there is lost to what fails until here
         job.output.empty()
         job.output.begin()
-    tokens = list(map(job.step_tokens, steps))
-    spent, reader = loaded.spent, loaded.reader
-    log = StepLog(
-        out, steps, tokens, begun, held.measured, spent, trainer, reader, args.tensorboard
-    )
-    mine = [row for step in steps[begun:] for row in step.rows[ranks.rank :: ranks.world]]
-    rows = loader.rows_ahead(loaded.reader, mine, device)
+
+    # ---------------------------------------------------------------- train, then export
+    steps, seconds = run_steps(job, training)
+    if ranks.first:
+        final = heldout.weights or {n: p.detach() for n, p in trainer.draft.named_parameters()}
+        export_draft(
+            settings.out, job.shape, final, job.verifier, data.layers[:-1], settings.ttt_steps,
+            torch.from_numpy(data.d2t), torch.from_numpy(data.t2d), settings.dtype,
+        )  # fmt: skip
+    return Result(heldout.best, steps, seconds)
+
+
+def run_steps(job: TrainJob, training: Training) -> tuple[int, float]:
+    """Take the steps that are left, measure after each epoch, save states; returns (steps taken,
+    their seconds), of all runs. Interrupted after a signal, once the state is saved."""
+    from common.training.loader import rows_ahead
+    from common.training.metrics import StepLog
+    from common.training.packing import ends_epoch
+    from common.training.state import save_state
+
+    settings, steps = job.settings, job.steps
+    trainer, heldout, number = training.trainer, training.heldout, training.start_step
+    log = StepLog(job, training)
+    own_rows = [row for step in steps[number:] for row in trainer.ranks.share(step.rows)]
+    rows = rows_ahead(training.reader, own_rows, settings.device)
     stopper = progress.Stopper()
-
-    def end_of_epoch(number: int) -> bool:
-        return number == len(steps) or steps[number].epoch != steps[number - 1].epoch
-
-    def judge_epoch(number: int) -> bool:
-        """Measure the draft on the held-out samples; returns whether to end here."""
-        epoch = steps[number - 1].epoch
-        found = held.measure(number, epoch)
-        if found is not None:
-            log.note_epoch(number, found)
-        return held.stale(epoch)
-
-    # ---------------------------------------------------------------- train
-    number, ended = begun, False
-    if begun and end_of_epoch(begun):
-        # a run that was stopped there has saved before it measured
-        ended = judge_epoch(begun) if held.measured < begun else held.stale(steps[begun - 1].epoch)
-    log.restart()
+    # a run that was stopped at the end of an epoch has saved before it measured
+    ended = number > 0 and ends_epoch(steps, number) and end_epoch(number, job, heldout, log)
+    log.restart_clock()
     while number < len(steps) and not ended:
-        step, number = steps[number], number + 1
-        samples = [data.samples[i] for row in step.rows for i in row]
-        work = packing.count_work(samples, args.ttt_steps, args.loss_rule)
-        weights = [args.ttt_decay**k / max(1, n) for k, n in enumerate(work.losses)]
-        lr = args.lr * schedule(number - 1, len(steps), args.warmup)
-        count = len(step.rows[ranks.rank :: ranks.world])
-        sums = trainer.step(teacher, rows, count, weights, lr, stopper.code)
-        stop = log.add(number, sums, work, lr)
-        due = number % args.save_every == 0  # after the last step, the draft itself follows
-        if not (stop or due or end_of_epoch(number)):
+        number += 1
+        stop = log.add(number, *launch_step(number, job, trainer, rows, stopper.code))
+        due = number % settings.save_every == 0  # after the last step, the draft itself follows
+        if not (stop or due or ends_epoch(steps, number)):
             continue
         stop = log.settle() or stop
-        if end_of_epoch(number) and not stop:
-            ended = judge_epoch(number)
+        if ends_epoch(steps, number) and not stop:
+            ended = end_epoch(number, job, heldout, log)
         if stop or (due and number < len(steps) and not ended):
-            counters = {"seconds": round(log.spent, 2), **held.counters()}
-            best = held.weights if held.best and held.best["step"] < number else {}
-            save_state(out / "state", number, trainer, counters, best, args.keep_states)
+            counters = {"seconds": round(log.seconds, 2), **heldout.counters()}
+            best = heldout.weights if heldout.best and heldout.best["step"] < number else {}
+            save_state(
+                settings.out / "state", number, trainer, counters, best, settings.keep_states
+            )
         if stop:
             raise errors.Interrupted(
                 stopper.code or 143,
                 f"state after step {number} saved; {errors.again()} to continue",
             )
-        log.restart()
+        log.restart_clock()
     log.close()
+    return number, log.seconds
 
-    # ---------------------------------------------------------------- export
-    if ranks.first:
-        final = held.weights or {n: p.detach() for n, p in trainer.draft.named_parameters()}
-        d2t, t2d = map(torch.from_numpy, data.maps)
-        depths, aux = args.ttt_steps, data.layers[:-1]
-        export.export_draft(out, job.shape, final, job.model, aux, depths, d2t, t2d, dtype)
-    return held.best, number, log.spent
+
+def launch_step(
+    number: int, job: TrainJob, trainer: Trainer, rows: Iterator[PackedRow], stop: int
+) -> tuple[StepSums, StepWork, float]:
+    """Start step `number`, from 1, on this rank's rows; returns (sums, work, learning rate)."""
+    from common.training.packing import count_work
+    from common.training.step import schedule
+
+    settings, step = job.settings, job.steps[number - 1]
+    samples = [job.data.samples[i] for row in step.rows for i in row]
+    work = count_work(samples, settings.ttt_steps, settings.loss_rule)
+    weights = [settings.ttt_decay**k / max(1, n) for k, n in enumerate(work.losses)]
+    lr = settings.lr * schedule(number - 1, len(job.steps), settings.warmup)
+    count = len(trainer.ranks.share(step.rows))
+    return trainer.step(rows, count, weights, lr, stop), work, lr
+
+
+def end_epoch(number: int, job: TrainJob, heldout: HeldOut, log: StepLog) -> bool:
+    """Measure the draft on the held-out samples after the last step of an epoch, unless that is
+    done; returns whether --patience ends the training."""
+    epoch = job.steps[number - 1].epoch
+    if heldout.measured < number:
+        found = heldout.measure(number, epoch)
+        if found is not None:
+            log.note_epoch(number, epoch, found)
+    return heldout.patience_over(epoch)
+
+
+# ---------------------------------------------------------------- verify and report
+
+
+def report(job: TrainJob, result: Result, elapsed: float) -> None:
+    """Draw the curves, check the checkpoint, write the manifest and the last line."""
+    from common.serving.checkpoint import check_draft
+    from common.training.metrics import draw_curves
+
+    out, heldout = job.settings.out, result.heldout
+    draw_curves(out)
+    check_draft(out, job.verifier)
+    tokens = sum(step.tokens for step in job.steps[: result.steps])
+    counts = {
+        "samples": len(job.train),
+        "heldout": len(job.held),
+        "steps": result.steps,
+        "tokens": tokens,
+    }
+    digest = artifacts.sha256_file(out / "model.safetensors")
+    seconds = round(result.seconds, 2)
+    job.output.finish(counts, digest, elapsed, heldout=heldout, train_seconds=seconds)
+    text = f"held-out acceptance length {heldout['acceptance_length']}, " if heldout else ""
+    progress.log(
+        f"train: {text}{result.steps} steps, {tokens} tokens in"
+        f" {progress.duration(result.seconds)} ({tokens / max(result.seconds, 1e-9):.0f} tok/s);"
+        f" this run {progress.duration(elapsed)} -> {out}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Time one training step of 04 at a draft's shape, on random states; prints a JSON line.
 
 python benchmarks/train_step.py            # Kimi-K2.5's draft, rows of 8192, 3 depths, CUDA
-python benchmarks/train_step.py --profile  # and where a step's time goes, by kernel group
+python benchmarks/train_step.py --profile      # and where a step's time goes, by kernel group
+python benchmarks/train_step.py --plain-merge  # without attention_kernel.py, by torch.compile
 """
 
 import argparse
@@ -20,17 +21,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from common.draft.config import DraftShape, flops_of_step
-from common.draft.linear_products import Products
+from common.draft.linear_products import LinearProducts
 from common.draft.model import Eagle3Draft, initialize
 from common.draft.packed_row import PackedRow, make_row
 from common.training.optimizers import make_optimizers
-from common.training.step import Teacher
-from common.training.trainer import Trainer
+from common.training.step import Target, Trainer
 
 WARM_UP = 4
 # By a part of the kernel's name, first match.
 GROUPS = {
-    "attention": ("flex", "diagonals"),
+    "attention": ("flex", "own_keys"),
     "float8 casts": ("cast_kernel", "amax_kernel"),
     "matrix products": ("nvjet", "gemm", "cutlass", "xmma"),
     "compiled regions": ("triton",),
@@ -106,28 +106,33 @@ def main() -> None:
     p.add_argument("--optimizer", default="adamw")
     p.add_argument("--float8", action="store_true")
     p.add_argument("--profile", action="store_true")
+    p.add_argument("--plain-merge", action="store_true", help="own keys by merge_own_keys_plain")
     a = p.parse_args()
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.manual_seed(0)
+    if a.plain_merge:
+        from common.draft import attention, attention_kernel
+
+        attention_kernel.merge_own_keys = attention.merge_own_keys_plain
     dtype = torch.bfloat16
     shape = shape_of(a)
     with torch.device(a.device):
         head = torch.randn(a.vocab_size, a.hidden_size, dtype=dtype) * 0.02
-        target = torch.arange(a.draft_vocab_size)
-        teacher = Teacher(
+        tokens = torch.arange(a.draft_vocab_size)
+        target = Target(
             embed_VH=torch.randn(a.vocab_size, a.hidden_size, dtype=dtype),
             head_VH=head,
-            head_DH=head[target],
+            head_DH=head[tokens],
             norm_H=torch.ones(a.hidden_size),
             eps=1e-6,
-            target_D=target,
+            token_D=tokens,
         )
         draft = Eagle3Draft(shape)
-        initialize(draft, teacher.head_DH)
+        initialize(draft, target.head_DH)
     draft.lm_head.weight.requires_grad_(a.train_lm_head)
     optimizers = make_optimizers(draft, a.optimizer, 1e-4, 0.0, 1)
-    trainer = Trainer(draft, Products(dtype, a.float8), optimizers, 1.0)
+    trainer = Trainer(draft, target, LinearProducts(dtype, a.float8), optimizers, 1.0)
     rows = [random_row(a, n, dtype)[0].to(a.device) for n in range(3)]
 
     def step(n: int) -> tuple[float, float]:
@@ -135,7 +140,7 @@ def main() -> None:
         began = time.perf_counter()
         row = rows[n % len(rows)]
         counts = [one.real for one in row.losses]
-        sums = trainer.step(teacher, iter([row]), 1, [1 / c for c in counts], 1e-4)
+        sums = trainer.step(iter([row]), 1, [1 / c for c in counts], 1e-4)
         launched = time.perf_counter() - began
         sums.metrics(n, counts)
         return time.perf_counter() - began, launched
@@ -151,7 +156,7 @@ def main() -> None:
     flops = []
     for row in rows:
         losses = [one.real for one in row.losses]
-        flops.append(flops_of_step(shape, a.tokens, len(row.columns_N), losses, a.train_lm_head))
+        flops.append(flops_of_step(shape, a.tokens, len(row.query_N), losses, a.train_lm_head))
     rates = sorted(flops[n % len(rows)] / seconds for n, seconds in enumerate(times))
     median = sorted(times)[len(times) // 2]
     found = {
@@ -162,7 +167,8 @@ def main() -> None:
         "train_lm_head": a.train_lm_head,
         "optimizer": a.optimizer,
         "float8": a.float8,
-        "columns": len(rows[0].columns_N),
+        "plain_merge": a.plain_merge,
+        "queries": len(rows[0].query_N),
         "warm_up_s": round(warm_up, 1),
         "step_s": round(median, 4),
         "launch_s": round(sorted(launches)[len(launches) // 2], 4),

@@ -39,15 +39,16 @@ def test_state_on_a_full_disk_leaves_the_older_one(small_disk):
     import torch
 
     from common.draft.config import DraftShape
-    from common.draft.linear_products import Products
+    from common.draft.linear_products import LinearProducts
     from common.draft.model import Eagle3Draft
     from common.errors import UserError
     from common.training.state import latest_state, save_state
-    from common.training.trainer import Trainer
+    from common.training.step import Trainer
+    from tests.test_eagle3 import target
 
     def trainer(hidden):
         shape = DraftShape(hidden, 8, 2, 2, 4, 1e4, 1e-6, 3, 8, 16)
-        return Trainer(Eagle3Draft(shape), Products(torch.float32), [], 1.0)
+        return Trainer(Eagle3Draft(shape), target(), LinearProducts(torch.float32), [], 1.0)
 
     save_state(small_disk / "state", 1, trainer(8), {}, {}, 1)
     with pytest.raises(UserError, match=r"cannot write the state of step 2 .*free space"):

@@ -5,16 +5,17 @@ import torch
 
 from common.draft import packed_row
 from common.draft.config import DraftShape, flops_of_step, memory_needed
-from common.draft.linear_products import Products
+from common.draft.linear_products import LinearProducts
 from common.draft.loss_table import loss_table
-from common.draft.losses import linear_kl, teacher_probs
+from common.draft.losses import linear_kl, target_probs
 from common.draft.model import Eagle3Draft, initialize, ttt_states
 from common.draft.packed_row import make_row
-from common.training.optimizers import make_optimizers, moments
-from common.training.step import Teacher, acceptance, heldout_counts, step_loss
+from common.training.heldout import acceptance, heldout_counts
+from common.training.optimizers import make_optimizers, optimizer_state
+from common.training.step import Target, step_loss
 
 H, V, D, DEPTHS = 64, 96, 40, 3
-PLAIN = Products(torch.float32)
+PLAIN = LinearProducts(torch.float32)
 
 
 def shape(**more):
@@ -33,17 +34,17 @@ def shape(**more):
     return DraftShape(**(base | more))
 
 
-def teacher():
+def target():
     g = torch.Generator().manual_seed(5)
-    target = torch.sort(torch.randperm(V, generator=g)[:D]).values
+    tokens = torch.sort(torch.randperm(V, generator=g)[:D]).values
     head = torch.randn(V, H, generator=g) * 0.1
-    return Teacher(
+    return Target(
         embed_VH=torch.randn(V, H, generator=g),
         head_VH=head,
-        head_DH=head[target],
+        head_DH=head[tokens],
         norm_H=torch.rand(H, generator=g) + 0.5,
         eps=1e-6,
-        target_D=target,
+        token_D=tokens,
     )
 
 
@@ -97,11 +98,11 @@ def counts(row):
     return [one.real for one in row.losses]
 
 
-def mean_loss(draft, t, row, decay=1.0, products=None):
+def mean_loss(draft, t, row, decay=1.0, linears=None):
     """(loss whose depths are means, sums [2, K])"""
     weights = [decay**k / n for k, n in enumerate(counts(row))]
     weights += [0.0] * (DEPTHS - len(weights))
-    return step_loss(draft, products or PLAIN, t, row, weights)
+    return step_loss(draft, linears or PLAIN, t, row, weights)
 
 
 # user turns of 1 to 3 tokens between answers, and a sample without a deep position
@@ -131,7 +132,7 @@ def test_loss_and_gradients_equal_speculators(flags, decay):
     from common.draft.export import speculators_config
     from common.verifier.config import Verifier
 
-    s, t = shape(**flags), teacher()
+    s, t = shape(**flags), target()
     draft = fresh(s, t)
     one = MULTI_TURN[0]
     row = pack([one], "next")
@@ -146,8 +147,8 @@ def test_loss_and_gradients_equal_speculators(flags, decay):
         "embed_tokens.weight": t.embed_VH,
         "verifier_lm_head.weight": t.head_DH,
         "verifier_norm.weight": t.norm_H,
-        "d2t": t.target_D - torch.arange(D),
-        "t2d": torch.isin(torch.arange(V), t.target_D),
+        "d2t": t.token_D - torch.arange(D),
+        "t2d": torch.isin(torch.arange(V), t.token_D),
     }
     missing, unexpected = theirs.load_state_dict(state, strict=False)
     assert not unexpected
@@ -182,14 +183,14 @@ def test_loss_and_gradients_equal_speculators(flags, decay):
 
 
 @pytest.mark.parametrize("rule", ["answer", "next"])
-def test_only_needed_columns_gives_the_plain_result(rule, monkeypatch):
-    """Computing the needed columns alone changes neither loss nor gradients against every one."""
-    t = teacher()
+def test_only_needed_positions_give_the_plain_result(rule, monkeypatch):
+    """Computing the needed positions alone changes neither loss nor gradients against all."""
+    t = target()
     results = []
     for every in (False, True):
         if every:
             monkeypatch.setattr(
-                packed_row, "needed_columns", lambda table: torch.arange(table.shape[1])
+                packed_row, "query_positions", lambda table: torch.arange(table.shape[1])
             )
         draft = fresh(shape(), t)
         row = pack(MULTI_TURN, rule)
@@ -197,7 +198,7 @@ def test_only_needed_columns_gives_the_plain_result(rule, monkeypatch):
         loss.backward()
         PLAIN.add_gradients()
         results.append((counts(row), loss.detach(), sums, [p.grad for p in draft.parameters()]))
-        assert every == (len(row.columns_N.unique()) == len(row.ids_T))
+        assert every == (len(row.query_N.unique()) == len(row.ids_T))
     (counts_a, loss_a, sums_a, ga), (counts_b, loss_b, sums_b, gb) = results
     assert counts_a == counts_b
     assert torch.equal(sums_a[1], sums_b[1])
@@ -208,15 +209,15 @@ def test_only_needed_columns_gives_the_plain_result(rule, monkeypatch):
 
 @pytest.mark.parametrize("turns", [[(5, 130), (1, 4)], [(300, 90), (3, 400), (2, 1)]])
 def test_block_lists_are_flex_attentions_own(turns):
-    """Of columns that skip user turns and cross samples, against create_block_mask."""
+    """Of query positions that skip user turns and cross samples, against create_block_mask."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     row = pack([sample(7, turns), *MULTI_TURN, sample(8, [(40, 500)])])
-    N, T = len(row.columns_N), len(row.ids_T)
+    N, T = len(row.query_N), len(row.ids_T)
 
     def seen(_b, _h, n, t):
-        column = row.columns_N[n]
-        return (row.sample_T[column] == row.sample_T[t]) & (t <= column)
+        query = row.query_N[n]
+        return (row.sample_T[query] == row.sample_T[t]) & (t <= query)
 
     mask = create_block_mask(seen, None, None, N, T, device="cpu")
     want = [x for x in mask.as_tuple(flatten=False) if isinstance(x, torch.Tensor)]
@@ -228,7 +229,7 @@ def test_block_lists_are_flex_attentions_own(turns):
 
 def test_packing_never_mixes_samples():
     """A packed row's sums per depth are those of its samples alone."""
-    t = teacher()
+    t = target()
     draft = fresh(shape(), t)
     packed = pack(MULTI_TURN)
     alone = [pack([s]) for s in MULTI_TURN]
@@ -239,21 +240,21 @@ def test_packing_never_mixes_samples():
     assert torch.allclose(sums, sum(mean_loss(draft, t, r)[1] for r in alone), rtol=1e-5)
 
 
-def easy_teacher():
+def easy_target():
     """Of five tokens, three of them the draft's, so that chance alone hits often."""
     g = torch.Generator().manual_seed(3)
-    target = torch.tensor([1, 2, 4])
+    tokens = torch.tensor([1, 2, 4])
     head = torch.randn(5, H, generator=g)
-    return Teacher(
-        embed_VH=torch.randn(5, H, generator=g), head_VH=head, head_DH=head[target],
-        norm_H=torch.rand(H, generator=g) + 0.5, eps=1e-6, target_D=target,
+    return Target(
+        embed_VH=torch.randn(5, H, generator=g), head_VH=head, head_DH=head[tokens],
+        norm_H=torch.rand(H, generator=g) + 0.5, eps=1e-6, token_D=tokens,
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("rule", ["answer", "next"])
-def test_hits_are_those_of_each_column_alone(rule):
-    """Held-out hits, chains and training's hits, counted a column at a time."""
-    t = easy_teacher()
+def test_hits_are_those_of_each_query_position_alone(rule):
+    """Held-out hits, chains and training's hits, counted one position at a time."""
+    t = easy_target()
     draft = fresh(shape(vocab_size=5, draft_vocab_size=3), t)
     samples = [sample(n, [(3, 60 + n), (2, 50), (1, 3)]) for n in range(6)]
     for s in samples:
@@ -266,17 +267,17 @@ def test_hits_are_those_of_each_column_alone(rule):
         table = loss_table(s["mask"], [0], DEPTHS, rule)
         normed = s["last"] * (s["last"].pow(2).mean(-1, keepdim=True) + t.eps).rsqrt() * t.norm_H
         theirs = (normed @ t.head_VH.T).argmax(-1)
-        for column in range(len(s["ids"])):
+        for query in range(len(s["ids"])):
             chain = True
             for k in range(DEPTHS):
-                if not table[k, column]:
+                if not table[k, query]:
                     continue
-                place = alone.columns_N.tolist().index(column)
+                place = alone.query_N.tolist().index(query)
                 logits = draft.norm(states[k][place]) @ draft.lm_head.weight.T
-                ours = t.target_D[logits.argmax()]
-                at = column + 2 + k
+                ours = t.token_D[logits.argmax()]
+                at = query + 2 + k
                 hits[k] += at < len(s["ids"]) and bool(ours == s["ids"][at])
-                hit = bool(ours == theirs[column + 1 + k])
+                hit = bool(ours == theirs[query + 1 + k])
                 held[k] += torch.tensor([1, hit, chain, chain and hit])
                 chain = chain and hit
     assert held[2, 3] > 2  # there are chains to the end
@@ -297,12 +298,12 @@ def test_a_steps_operations_are_those_counted(train_lm_head, norms):
     """flops_of_step against torch's count of the products that run, attention's left out."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    t = teacher()
+    t = target()
     s = shape(**norms)
     draft = fresh(s, t)
     draft.lm_head.weight.requires_grad_(train_lm_head)
     row = pack(MULTI_TURN)
-    products = Products(torch.float32)
+    linears = LinearProducts(torch.float32)
     aten = torch.ops.aten
 
     def in_place(_sum, a, b, **_):
@@ -310,14 +311,14 @@ def test_a_steps_operations_are_those_counted(train_lm_head, norms):
 
     counter = FlopCounterMode(display=False, custom_mapping={aten.addmm_: in_place})
     with counter:
-        loss, _ = mean_loss(draft, t, row, products=products)
+        loss, _ = mean_loss(draft, t, row, linears=linears)
         loss.backward()
-        products.add_gradients()
+        linears.add_gradients()
     ran = sum(counter.get_flop_counts()["Global"].get(op, 0) for op in (aten.mm, aten.addmm_))
     rows = [len(one.at_n) for one in row.losses]
-    counted = flops_of_step(s, len(row.ids_T), len(row.columns_N), rows, train_lm_head)
-    # the teacher's rows are those of all depths together
-    counted += 2 * (len(row.teacher_U) - max(rows)) * H * D
+    counted = flops_of_step(s, len(row.ids_T), len(row.query_N), rows, train_lm_head)
+    # the target rows are those of all depths together
+    counted += 2 * (len(row.target_U) - max(rows)) * H * D
     assert counted == ran
 
 
@@ -326,18 +327,18 @@ def test_a_steps_operations_are_those_counted(train_lm_head, norms):
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_memory_that_a_step_needs_at_least(dtype, train_lm_head, optimizer):
     """All matrices that there are after a step, in bytes; Muon's own head is AdamW's, with a
-    moment more than is asked for."""
-    draft = fresh(shape(), teacher())
+    tensor more than is asked for."""
+    draft = fresh(shape(), target())
     draft.lm_head.weight.requires_grad_(train_lm_head)
     optimizers = make_optimizers(draft, optimizer, 1e-3, 0.0, 1)
-    products = Products(dtype)
+    linears = LinearProducts(dtype)
     matrices = [p for p in draft.parameters() if p.dim() == 2]
     for p in draft.parameters():
         p.grad = torch.zeros_like(p) if p.requires_grad else None
     for one in optimizers:
         one.step()
-    held = [x for p in matrices for x in (p.detach(), p.grad, products.copy(p)) if x is not None]
-    held += [x for x in moments(draft, optimizers).values() if x.dim() == 2]
+    held = [x for p in matrices for x in (p.detach(), p.grad, linears.copy(p)) if x is not None]
+    held += [x for x in optimizer_state(draft, optimizers).values() if x.dim() == 2]
     sizes = {x.data_ptr(): x.numel() * x.element_size() for x in held}  # a float32 copy is none
     found = sum(sizes.values()) + 2 * V * H * dtype.itemsize  # the verifier's
     count = 2 if optimizer == "adamw" else 1
@@ -352,7 +353,7 @@ def test_linear_kl_is_kl_with_its_gradient():
     head = torch.nn.Parameter(torch.randn(D, H, generator=g))
     logits = torch.randn(20, D, generator=g) * 3
     at = torch.randint(0, 20, (37,), generator=g)
-    total, predicted = linear_kl(PLAIN, states, head, teacher_probs(logits.clone()), at, 37)
+    total, predicted = linear_kl(PLAIN, states, head, target_probs(logits.clone()), at, 37)
     (total * 0.3).backward()
     PLAIN.add_gradients()
     s2, h2 = states.detach().double().requires_grad_(), head.detach().double().requires_grad_()

@@ -7,20 +7,21 @@ from safetensors.torch import save_file
 
 from common.data.samples import Sample
 from common.draft.attention import TTTAttention, attend_by_sample
-from common.draft.linear_products import Products
-from common.draft.losses import linear_kl, teacher_probs
+from common.draft.linear_products import LinearProducts
+from common.draft.losses import linear_kl, target_probs
+from common.draft.packed_row import tensors_of
 from common.states.files import hidden_file
 from common.states.folder import HiddenFolder
+from common.training.heldout import heldout_counts
 from common.training.loader import RowReader, rows_ahead
-from common.training.step import heldout_counts, step_loss
-from common.training.trainer import Trainer
-from tests.test_eagle3 import DEPTHS, MULTI_TURN, counts, fresh, pack, sample, shape, teacher
+from common.training.step import Trainer, step_loss
+from tests.test_eagle3 import DEPTHS, MULTI_TURN, counts, fresh, pack, sample, shape, target
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 
 def on_gpu(t, dtype=torch.float32):
-    """A teacher on the GPU, its matrices in the compute dtype."""
+    """A target on the GPU, its matrices in the compute dtype."""
     moved = {k: v.cuda() for k, v in vars(t).items() if isinstance(v, torch.Tensor)}
     moved |= {k: v.to(dtype) for k, v in moved.items() if v.dim() == 2}
     return type(t)(**(vars(t) | moved))
@@ -32,11 +33,11 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("kv_heads", [8, 2])
-def test_flex_attention_with_diagonals_is_the_plain_form(kv_heads):
+def test_flex_attention_with_own_keys_is_the_plain_form(kv_heads):
     """Outputs and gradients of every input at every depth, with multi-turn samples."""
     torch.manual_seed(0)
     row = pack([*MULTI_TURN, sample(4, [(70, 160), (3, 20)])])
-    T, N, d = len(row.ids_T), len(row.columns_N), 64
+    T, N, d = len(row.ids_T), len(row.query_N), 64
     parts = {"q": (N, 8, d), "k": (T, kv_heads, d), "v": (T, kv_heads, d)}
     parts |= {f"own{n}": (N, kv_heads, d) for n in range(4)}
     plain = {k: torch.randn(size).requires_grad_() for k, size in parts.items()}
@@ -63,17 +64,17 @@ def test_flex_attention_with_diagonals_is_the_plain_form(kv_heads):
 
 @pytest.mark.parametrize("rule", ["answer", "next"])
 def test_the_step_is_that_of_the_cpu(rule):
-    t = teacher()
+    t = target()
     results = []
     for device in ("cpu", "cuda"):
         draft = fresh(shape(), t).to(device)
         row = pack(MULTI_TURN, rule).to(device)
         weights = [1 / n for n in counts(row)]
-        products = Products(torch.float32)
+        linears = LinearProducts(torch.float32)
         there = on_gpu(t) if device == "cuda" else t
-        loss, sums = step_loss(draft, products, there, row, weights)
+        loss, sums = step_loss(draft, linears, there, row, weights)
         loss.backward()
-        products.add_gradients()
+        linears.add_gradients()
         results.append((loss, sums, [p.grad for p in draft.parameters()]))
     (loss_a, sums_a, ga), (loss_b, sums_b, gb) = results
     assert relative(loss_b.detach(), loss_a.detach()) < 1e-3
@@ -89,35 +90,35 @@ def test_kl_in_one_kernel_is_the_chunked_one():
     found = []
     for device in ("cpu", "cuda"):
         s, h = states.to(device, copy=True).requires_grad_(), torch.nn.Parameter(head.to(device))
-        products, teacher = Products(torch.float32), teacher_probs(logits.to(device, copy=True))
-        total, predicted = linear_kl(products, s, h, teacher, at.to(device), 290)
+        linears, probs = LinearProducts(torch.float32), target_probs(logits.to(device, copy=True))
+        total, predicted = linear_kl(linears, s, h, probs, at.to(device), 290)
         total.backward()
-        products.add_gradients()
+        linears.add_gradients()
         found.append((total.detach(), s.grad, h.grad, predicted))
     for a, b in zip(*found, strict=True):
         assert relative(b.float(), a.float()) < 2e-3
 
 
 def test_rows_of_other_lengths_compile_nothing():
-    t = on_gpu(teacher(), torch.bfloat16)
-    trainer = Trainer(fresh(shape(), teacher()).cuda(), Products(torch.bfloat16), [], 1.0)
-    # as RowReader fills rows: of one length, with other columns in each
+    t = on_gpu(target(), torch.bfloat16)
+    trainer = Trainer(fresh(shape(), target()).cuda(), t, LinearProducts(torch.bfloat16), [], 1.0)
+    # as RowReader fills rows: of one length, with other query positions in each
     lengths = [(40, 300), (190, 150), (7, 333), (40, 300), (90, 250)]
     compiled = []
     for seed, turn in enumerate(lengths):
         row = pack([sample(seed, [turn]), *MULTI_TURN]).to("cuda")
-        trainer.step(t, iter([row]), 1, [1.0] * DEPTHS, 1e-3).metrics(seed, counts(row))
+        trainer.step(iter([row]), 1, [1.0] * DEPTHS, 1e-3).metrics(seed, counts(row))
         compiled.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert compiled[0] > 0
     assert compiled[-1] == compiled[1]
 
 
 def test_heldout_counts_are_those_of_the_cpu():
-    t = teacher()
+    t = target()
     draft = fresh(shape(), t)
-    want = heldout_counts(draft, Products(torch.float32), t, pack(MULTI_TURN))
+    want = heldout_counts(draft, LinearProducts(torch.float32), t, pack(MULTI_TURN))
     row = pack(MULTI_TURN).to("cuda")
-    found = heldout_counts(draft.cuda(), Products(torch.float32), on_gpu(t), row)
+    found = heldout_counts(draft.cuda(), LinearProducts(torch.float32), on_gpu(t), row)
     assert torch.equal(found, want)
 
 
@@ -167,15 +168,15 @@ def test_float8_products_of_matrices_that_share_an_input():
 
 
 def test_float8_step_is_near_that_of_bfloat16():
-    t = on_gpu(teacher(), torch.bfloat16)
+    t = on_gpu(target(), torch.bfloat16)
     row = pack([*MULTI_TURN, sample(4, [(72, 160), (3, 20)])]).to("cuda")
     assert len(row.ids_T) % 16 == 0  # as RowReader's
     results = []
     for float8 in (False, True):
         trainer = Trainer(
-            fresh(shape(), teacher()).cuda(), Products(t.head_DH.dtype, float8), [], 1
+            fresh(shape(), target()).cuda(), t, LinearProducts(t.head_DH.dtype, float8), [], 1
         )
-        sums = trainer.backward(t, row, [1 / n for n in counts(row)])
+        sums = trainer.backward(row, [1 / n for n in counts(row)])
         results.append((sums[0], dict(trainer.draft.named_parameters())))
     (sums_a, ga), (sums_b, gb) = results
     assert relative(sums_b, sums_a) < 0.02
@@ -220,5 +221,5 @@ def test_rows_read_ahead_are_those_read_alone(tmp_path):
         for _ in range(20):
             busy = busy @ busy * 1e-3
         want = reader.read(indices)
-        for mine, other in zip(row.tensors(), want.tensors(), strict=True):
+        for mine, other in zip(tensors_of(row), tensors_of(want), strict=True):
             assert torch.equal(mine.cpu(), other)

@@ -1,4 +1,4 @@
-"""The triton kernels: attention's diagonals, float8 casts; by its interpreter, without a GPU."""
+"""The triton kernels: attention's own keys, float8 casts; by its interpreter, without a GPU."""
 
 import os
 import subprocess
@@ -20,7 +20,7 @@ def test_kernels_are_their_plain_forms():
 
 
 def plain(q, base, lse, k0, v0, k1, v1):
-    """The softmax over the base block and two diagonals, written out."""
+    """The softmax over the base block and two own keys, written out."""
     times, scale = q.shape[1] // k0.shape[1], q.shape[2] ** -0.5
     scores = [(q * k.repeat_interleave(times, 1)).sum(-1) * scale for k in (k0, k1)]
     total = torch.stack([lse, *scores]).logsumexp(0)
@@ -30,9 +30,9 @@ def plain(q, base, lse, k0, v0, k1, v1):
     return out
 
 
-def check_diagonals(h: int, g: int, d: int) -> None:
-    """Output and all gradients; 11 columns do not fill the last program."""
-    from common.draft.attention_kernel import merge_diagonals
+def check_own_keys(h: int, g: int, d: int) -> None:
+    """Output and all gradients; 11 query positions do not fill the last program."""
+    from common.draft.attention_kernel import merge_own_keys
 
     torch.manual_seed(0)
     N = 11
@@ -42,7 +42,7 @@ def check_diagonals(h: int, g: int, d: int) -> None:
     ours = {name: v.clone().requires_grad_() for name, v in x.items()}
     want = plain(**exact)
     keys, values = [ours["k0"], ours["k1"]], [ours["v0"], ours["v1"]]
-    found = merge_diagonals(ours["q"], ours["base"], ours["lse"], keys, values)
+    found = merge_own_keys(ours["q"], ours["base"], ours["lse"], keys, values)
     weight = torch.randn_like(found)
     (want * weight.double()).sum().backward()
     (found * weight).sum().backward()
@@ -79,6 +79,6 @@ def check_casts() -> None:
 
 
 if __name__ == "__main__":
-    check_diagonals(8, 8, 64)
-    check_diagonals(6, 2, 20)  # shared key/value heads; sizes that are no powers of two
+    check_own_keys(8, 8, 64)
+    check_own_keys(6, 2, 20)  # shared key/value heads; sizes that are no powers of two
     check_casts()

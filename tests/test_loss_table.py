@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.draft.loss_table import loss_table, needed_columns
+from common.draft.loss_table import loss_table, query_positions
 
 masks = st.lists(st.lists(st.booleans(), min_size=1, max_size=12), min_size=1, max_size=4)
 
@@ -39,9 +39,9 @@ def test_table_is_the_definition(samples, depths, rule):
 
 
 @given(masks, st.integers(1, 4), st.sampled_from(["answer", "next"]))
-def test_needed_columns_are_those_with_loss_at_any_depth(samples, depths, rule):
+def test_query_positions_are_those_with_loss_at_any_depth(samples, depths, rule):
     table = plain(samples, depths, rule)
-    assert needed_columns(table).tolist() == [
+    assert query_positions(table).tolist() == [
         t for t in range(table.shape[1]) if any(table[k, t] for k in range(depths))
     ]
 

@@ -17,7 +17,7 @@ from common.states.folder import open_hidden
 from common.training.loader import RowReader
 from common.training.packing import count_work
 from common.training.state import latest_state
-from common.training.trainer import schedule
+from common.training.step import schedule
 from tests.conftest import (
     ROOT,
     extract_args,
@@ -73,7 +73,7 @@ def test_the_best_epoch_is_served_and_the_newest_states_kept(judged):
     assert torch.equal(served, newest[saved].to(served.dtype))
 
 
-def test_patience_ends_after_whole_epochs(judged, tiny_stages, tmp_path):
+def test_patience_ends_after_complete_epochs(judged, tiny_stages, tmp_path):
     _, more, lengths, ends = judged
     patience = 1
     stale = next(
@@ -235,7 +235,7 @@ def test_rows_are_read_into_a_used_buffer(tiny_stages, tmp_path, storage):
     aux = row.aux(torch.bfloat16)
     assert torch.equal(aux[:n], want[:, :-1].flatten(1))
     assert not aux[n:].any()
-    assert torch.equal(row.last(torch.bfloat16), want[row.teacher_U, -1])
+    assert torch.equal(row.last(torch.bfloat16), want[row.target_U, -1])
     assert row.ids_T[:n].tolist() == [*samples[5].input_ids, *samples[3].input_ids]
     with pytest.raises(ValueError, match="in a row of 512"):
         reader.read(list(range(12)), buffer)
@@ -271,15 +271,15 @@ def test_an_overwrite_that_is_killed_early_keeps_the_old_draft(judged, tiny_stag
     args = train_args(tiny_stages, out, "--overwrite")
     prelude = (
         "import os, signal, common.training.setup as setup\n"
-        "load = setup.load\n"
-        "setup.load = lambda *a: (load(*a), os.kill(os.getpid(), signal.SIGKILL))\n"
+        "set_up = setup.set_up\n"
+        "setup.set_up = lambda *a: (set_up(*a), os.kill(os.getpid(), signal.SIGKILL))\n"
     )
     assert script_after(prelude, "04_train.py", *args).returncode == -signal.SIGKILL
     assert files_of(out) == before
     assert (out / MANIFEST).read_bytes() == (judged[0] / MANIFEST).read_bytes()
 
 
-def test_a_state_without_a_report_is_not_gone_on_with(judged, tiny_stages, tmp_path):
+def test_a_state_without_a_manifest_is_not_resumed(judged, tiny_stages, tmp_path):
     """Nothing tells what it is of."""
     out = tmp_path / "draft"
     shutil.copytree(judged[0] / "state", out / "state")
@@ -293,7 +293,13 @@ def changed_json(path, **more) -> None:
 
 @pytest.mark.parametrize(
     "harm",
-    ["a flipped bit", "moments of another run", "a step", "no seconds", "a best without step"],
+    [
+        "a flipped bit",
+        "optimizer state of another run",
+        "a step",
+        "no seconds",
+        "a best without step",
+    ],
 )
 def test_a_damaged_state_is_refused_by_the_dry_run(judged, tiny_stages, tmp_path, harm):
     out, more, _, _ = judged
@@ -309,7 +315,7 @@ def test_a_damaged_state_is_refused_by_the_dry_run(judged, tiny_stages, tmp_path
             byte = f.read(1)[0]
             f.seek(-1000, 2)
             f.write(bytes([byte ^ 1]))
-    elif harm == "moments of another run":
+    elif harm == "optimizer state of another run":
         older = min(p for p in (copy / "state").iterdir() if p != newest)
         shutil.copy(older / "moments-0.safetensors", newest)
     elif harm == "a step":

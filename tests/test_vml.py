@@ -7,11 +7,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common import vml
-from common.draft.linear_products import Products
+from common.draft.linear_products import LinearProducts
+from common.training.heldout import heldout_counts
 from common.training.optimizers import make_optimizers
-from common.training.step import heldout_counts, step_loss
+from common.training.step import step_loss
 from tests.conftest import ROOT
-from tests.test_eagle3 import DEPTHS, fresh, pack, sample, shape, teacher
+from tests.test_eagle3 import DEPTHS, fresh, pack, sample, shape, target
 
 # ATen's functions that run in oneMKL's VML: aten/src/ATen/cpu/vml.h
 VML = {
@@ -23,11 +24,11 @@ PROCESSES = 40
 
 def step(draft, t, row):
     """(loss and sums, gradients) of one step."""
-    products = Products(torch.float32)
+    linears = LinearProducts(torch.float32)
     draft.zero_grad()
-    loss, sums = step_loss(draft, products, t, row, [1.0] * DEPTHS)
+    loss, sums = step_loss(draft, linears, t, row, [1.0] * DEPTHS)
     loss.backward()
-    products.add_gradients()
+    linears.add_gradients()
     return [loss.detach(), sums, *(p.grad.clone() for p in draft.parameters())]
 
 
@@ -46,7 +47,7 @@ for n in range({PROCESSES}):
         wrong += os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         continue
     vml.settle()
-    t = teacher()
+    t = target()
     row, draft = pack([sample(1, [(300, 400)])]), fresh(shape(), t)
     first, second = step(draft, t, row), step(draft, t, row)
     os._exit(not all(map(torch.equal, first, second)))
@@ -65,10 +66,10 @@ def test_all_functions_of_a_step_are_settled():
             return func(*args, **(kwargs or {}))
 
     called: set[str] = set()
-    t = teacher()
+    t = target()
     draft, row = fresh(shape(), t), pack([sample(1, [(5, 7)])])
     with Names():
-        heldout_counts(draft, Products(torch.float32), t, row)
+        heldout_counts(draft, LinearProducts(torch.float32), t, row)
         for name in "adamw", "muon":
             step(draft, t, row)
             for optimizer in make_optimizers(draft, name, 1e-3, 0.01, 1):

@@ -1,18 +1,18 @@
-"""Attention of training-time test: causal over depth-0 keys, plus a column's own deeper keys.
+"""Attention of training-time test: causal over depth-0 keys, plus a position's own deeper keys.
 
-Column t at depth j sees the depth-0 keys s <= t of its sample and its own keys of depths
-1..j; no other column's deeper keys (EAGLE-3's mask: a base block and diagonals):
+Query position t at depth j sees the depth-0 keys s <= t of its sample and its own keys of depths
+1..j; no other position's deeper keys (EAGLE-3's mask: a causal base block, then diagonal ones):
 
     depth-0 keys   depth-1   depth-2
     1 0 0          1 0 0     1 0 0
     1 1 0          0 1 0     0 1 0
     1 1 1          0 0 1     0 0 1
 
-The base block is ordinary attention; each diagonal adds one score a column, and the two
-merge by their log-sum-exps.
+The base block is ordinary attention; each deeper depth adds one score per query position, of its
+own key. The two merge by their log-sum-exps.
 
-Shape suffixes: T tokens of a row, N columns, h heads, g key/value heads, d head size, c = d/2; of
-one sample: n columns, s tokens.
+Shape suffixes: T tokens of a row, N query positions, J own keys of each, h heads, g key/value
+heads, r = h/g, d head size, c = d/2; of one sample: n query positions, s tokens.
 """
 
 import functools
@@ -42,9 +42,9 @@ def rotate(x_Nhd: torch.Tensor, rope_N2d: torch.Tensor) -> torch.Tensor:
 
 
 class TTTAttention:
-    """Attention of one row's columns, at one depth after another.
+    """Attention of one row's query positions, at one depth after another.
 
-    On a GPU by flex attention, whose block mask is made once a row; on a CPU, where flex
+    On a GPU by flex attention, whose block mask is made once per row; on a CPU, where flex
     attention has no gradient, sample by sample.
 
     Args:
@@ -57,7 +57,7 @@ class TTTAttention:
         self.mask = block_mask(row) if k_Tgd.is_cuda else None
 
     def add_own(self, k_Ngd: torch.Tensor, v_Ngd: torch.Tensor) -> None:
-        """The columns' keys and values of the next depth."""
+        """The query positions' keys and values of the next depth."""
         self.own.append((k_Ngd, v_Ngd))
 
     def __call__(self, q_Nhd: torch.Tensor) -> torch.Tensor:
@@ -80,10 +80,10 @@ class TTTAttention:
         out_Nhd, lse_Nh = out_1hNd[0].transpose(0, 1), aux.lse[0].T
         if not self.own:
             return out_Nhd
-        from common.draft.attention_kernel import merge_diagonals
+        from common.draft.attention_kernel import merge_own_keys
 
         keys, values = zip(*self.own, strict=True)
-        return merge_diagonals(q_Nhd, out_Nhd, lse_Nh, list(keys), list(values))
+        return merge_own_keys(q_Nhd, out_Nhd, lse_Nh, list(keys), list(values))
 
 
 # ---------------------------------------------------------------- on a GPU
@@ -94,22 +94,52 @@ def flex() -> Any:
     """flex_attention, compiled; the uncompiled one holds every score in memory."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    # Rows differ in their columns: a variable from the first one on; see mark_static above.
+    # Rows differ in their query positions: a variable from the first one on; see mark_static above.
     return torch.compile(flex_attention, fullgraph=True, dynamic=True)
 
 
 def block_mask(row: PackedRow) -> Any:
-    """Flex attention's mask: tokens up to the column, of its sample."""
+    """Flex attention's mask: tokens up to the query position, of its sample."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    columns_N, sample_T = row.columns_N, row.sample_T
-    sample_N = sample_T[columns_N]
+    query_N, sample_T = row.query_N, row.sample_T
+    sample_N = sample_T[query_N]
 
     def seen(_batch: Any, _head: Any, n: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-        return (sample_N[n] == sample_T[t]) & (t <= columns_N[n])
+        return (sample_N[n] == sample_T[t]) & (t <= query_N[n])
 
-    sizes = len(columns_N), len(sample_T)
+    sizes = len(query_N), len(sample_T)
     return BlockMask(sizes, *row.blocks, (FILL, FILL), seen)  # type: ignore[arg-type, call-arg]
+
+
+def merge_own_keys_plain(
+    q_Nhd: torch.Tensor,
+    base_Nhd: torch.Tensor,
+    lse_Nh: torch.Tensor,
+    keys: list[torch.Tensor],
+    values: list[torch.Tensor],
+) -> torch.Tensor:
+    """attention_kernel.merge_own_keys by torch's operations, which torch.compile fuses."""
+    return merge_region(q_Nhd, base_Nhd, lse_Nh, torch.stack(keys, 1), torch.stack(values, 1))
+
+
+@region
+def merge_region(
+    q_Nhd: torch.Tensor,
+    base_Nhd: torch.Tensor,
+    lse_Nh: torch.Tensor,
+    k_NJgd: torch.Tensor,
+    v_NJgd: torch.Tensor,
+) -> torch.Tensor:
+    """The softmax of the base block's scores and of J own keys' together, [N, h, d]."""
+    h, (g, d) = q_Nhd.shape[1], k_NJgd.shape[2:]
+    q_N1grd = q_Nhd.float().unflatten(1, (g, h // g))[:, None]
+    score_NJh = (q_N1grd * k_NJgd[:, :, :, None].float()).sum(-1).flatten(2) * d**-0.5
+    total_Nh = torch.cat([lse_Nh[:, None], score_NJh], 1).logsumexp(1)
+    p_NJgr = (score_NJh - total_Nh[:, None]).exp().unflatten(2, (g, h // g))
+    own_Nhd = (p_NJgr[..., None] * v_NJgd[:, :, :, None].float()).sum(1).flatten(1, 2)
+    base_share_Nh = (lse_Nh - total_Nh).exp()
+    return (base_Nhd.float() * base_share_Nh[..., None] + own_Nhd).to(q_Nhd.dtype)
 
 
 # ---------------------------------------------------------------- on a CPU
@@ -122,8 +152,8 @@ def attend_by_sample(
     own: list[tuple[torch.Tensor, torch.Tensor]],
     row: PackedRow,
 ) -> torch.Tensor:
-    """One depth's attention output [N, h, d] by plain products and a softmax, a sample at a time;
-    `own` holds the columns' keys and values [N, g, d] of the depths from 1 on."""
+    """One depth's attention output [N, h, d] by plain products and a softmax, one sample at a time;
+    `own` holds the query positions' keys and values [N, g, d] of the depths from 1 on."""
     times, scale = q_Nhd.shape[1] // k_Tgd.shape[1], q_Nhd.shape[-1] ** -0.5
 
     def heads(x: torch.Tensor) -> torch.Tensor:
@@ -134,7 +164,7 @@ def attend_by_sample(
     # split, not slices: its gradient is one concatenation
     k_samples, v_samples = heads(k_Tgd).split(row.lengths), heads(v_Tgd).split(row.lengths)
     own_samples = [(heads(k).split(row.counts), heads(v).split(row.counts)) for k, v in own]
-    places_N = row.positions_T[row.columns_N]
+    places_N = row.positions_T[row.query_N]
     parts = []
     for n, (q_nhd, place_n) in enumerate(
         zip(q_Nhd.float().split(row.counts), places_N.split(row.counts), strict=True)
@@ -146,8 +176,8 @@ def attend_by_sample(
         score_hns = q_nhd.transpose(0, 1) @ k_hsd.transpose(1, 2)
         later_ns = torch.arange(length, device=q_nhd.device) > place_n[:, None]
         score_hns = score_hns.masked_fill(later_ns, float("-inf"))
-        diagonals = [(q_nhd * k[n]).sum(-1).T[..., None] for k, _ in own_samples]
-        p_hns = torch.softmax(torch.cat([score_hns, *diagonals], -1) * scale, -1)
+        own_scores = [(q_nhd * k[n]).sum(-1).T[..., None] for k, _ in own_samples]
+        p_hns = torch.softmax(torch.cat([score_hns, *own_scores], -1) * scale, -1)
         out_hnd = p_hns[..., :length] @ v_hsd
         for j, (_, v) in enumerate(own_samples):
             out_hnd = out_hnd + p_hns[..., length + j, None] * v[n].transpose(0, 1)

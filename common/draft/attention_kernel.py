@@ -1,11 +1,11 @@
-"""The diagonals of TTT attention on a GPU: a column's own keys of deeper TTT steps join the
-softmax that its depth-0 keys have begun. Needs triton, which comes with torch for GPUs.
+"""Own keys in TTT attention on a GPU: a query position's own keys of deeper TTT steps join the
+softmax over its depth-0 keys. Needs triton, which comes with torch for GPUs.
 
 With the base block's output o and log-sum-exp l, the scores s_j = scale q k_j, and
 z = logsumexp(l, s_1, ..): out = exp(l - z) o + sum_j exp(s_j - z) v_j. A kernel each way reads
 everything once.
 
-Shape suffixes: J diagonals, N columns, h heads, g key/value heads, d head size.
+Shape suffixes: J own keys, N query positions, h heads, g key/value heads, d head size.
 """
 
 from typing import Any
@@ -14,11 +14,11 @@ import torch
 import triton
 import triton.language as tl
 
-COLUMNS = 8  # of a program
+QUERIES = 8  # of a program
 
 
-class Diagonals(torch.autograd.Function):
-    """See merge_diagonals."""
+class OwnKeys(torch.autograd.Function):
+    """See merge_own_keys."""
 
     @staticmethod
     def forward(
@@ -32,7 +32,7 @@ class Diagonals(torch.autograd.Function):
         out_Nhd, total_Nh = torch.empty_like(q_Nhd), torch.empty_like(lse_Nh)
         inputs = q_Nhd, base_Nhd, lse_Nh, k_JNgd, v_JNgd
         grid, sizes = launch(q_Nhd, k_JNgd)
-        diagonals_forward[grid](*inputs, out_Nhd, total_Nh, **sizes)
+        own_keys_forward[grid](*inputs, out_Nhd, total_Nh, **sizes)
         ctx.save_for_backward(*inputs, out_Nhd, total_Nh)
         return out_Nhd
 
@@ -41,41 +41,41 @@ class Diagonals(torch.autograd.Function):
         saved = ctx.saved_tensors
         gradients = [torch.empty_like(x) for x in saved[:5]]
         grid, sizes = launch(saved[0], saved[3])
-        diagonals_backward[grid](*saved, grads[0].contiguous(), *gradients, **sizes)
+        own_keys_backward[grid](*saved, grads[0].contiguous(), *gradients, **sizes)
         return tuple(gradients)
 
 
-def merge_diagonals(
+def merge_own_keys(
     q_Nhd: torch.Tensor,
     base_Nhd: torch.Tensor,
     lse_Nh: torch.Tensor,
     keys: list[torch.Tensor],
     values: list[torch.Tensor],
 ) -> torch.Tensor:
-    """Add the diagonals to the base block's attention; [N, h, d] in the queries' dtype.
+    """Add the own keys to the base block's attention; [N, h, d] in the queries' dtype.
 
     Args:
         base_Nhd, lse_Nh: its output, and the log-sum-exp of its scaled scores, float32.
-        keys, values: the columns' own, [N, g, d] a depth.
+        keys, values: the query positions' own, [N, g, d] per depth.
     """
     own = torch.stack(keys), torch.stack(values)
-    return Diagonals.apply(q_Nhd.contiguous(), base_Nhd.contiguous(), lse_Nh.contiguous(), *own)
+    return OwnKeys.apply(q_Nhd.contiguous(), base_Nhd.contiguous(), lse_Nh.contiguous(), *own)
 
 
 def launch(q_Nhd: torch.Tensor, k_JNgd: torch.Tensor) -> tuple[tuple[int, int], dict[str, Any]]:
-    """(grid, sizes) of either kernel: a program for a few columns of one key/value head."""
+    """(grid, sizes) of either kernel: a program for a few query positions of one key/value head."""
     J, N, g, d = k_JNgd.shape
     times = q_Nhd.shape[1] // g
-    sizes = {"N": N, "J": J, "G": g, "TIMES": times, "D": d, "SCALE": d**-0.5, "COLUMNS": COLUMNS}
+    sizes = {"N": N, "J": J, "G": g, "TIMES": times, "D": d, "SCALE": d**-0.5, "QUERIES": QUERIES}
     sizes |= {"R": triton.next_power_of_2(times), "E": triton.next_power_of_2(d)}
-    return (triton.cdiv(N, COLUMNS), g), sizes
+    return (triton.cdiv(N, QUERIES), g), sizes
 
 
 @triton.jit
-def places(N, G, TIMES, D, COLUMNS: tl.constexpr, R: tl.constexpr, E: tl.constexpr):
+def places(N, G, TIMES, D, QUERIES: tl.constexpr, R: tl.constexpr, E: tl.constexpr):
     """Of this program: offsets and masks in [N, h, d], [N, h] and [N, g, d]; offsets within one
     depth of the keys."""
-    n = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    n = tl.program_id(0).to(tl.int64) * QUERIES + tl.arange(0, QUERIES)
     n, r, e = n[:, None, None], tl.arange(0, R)[None, :, None], tl.arange(0, E)[None, None, :]
     head = n * G * TIMES + tl.program_id(1) * TIMES + r
     inside_h = (n < N) & (r < TIMES)
@@ -84,12 +84,12 @@ def places(N, G, TIMES, D, COLUMNS: tl.constexpr, R: tl.constexpr, E: tl.constex
 
 
 @triton.jit
-def diagonals_forward(
+def own_keys_forward(
     q_ptr, base_ptr, lse_ptr, k_ptr, v_ptr, out_ptr, total_ptr,
     N, J: tl.constexpr, G: tl.constexpr, TIMES: tl.constexpr, D: tl.constexpr,
-    SCALE: tl.constexpr, COLUMNS: tl.constexpr, R: tl.constexpr, E: tl.constexpr,
+    SCALE: tl.constexpr, QUERIES: tl.constexpr, R: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
-    at, inside, at_h, inside_h, own, inside_own = places(N, G, TIMES, D, COLUMNS, R, E)
+    at, inside, at_h, inside_h, own, inside_own = places(N, G, TIMES, D, QUERIES, R, E)
     q = tl.load(q_ptr + at, mask=inside, other=0).to(tl.float32)
     out = tl.load(base_ptr + at, mask=inside, other=0).to(tl.float32)
     total = tl.load(lse_ptr + at_h, mask=inside_h, other=0)
@@ -107,13 +107,13 @@ def diagonals_forward(
 
 
 @triton.jit
-def diagonals_backward(
+def own_keys_backward(
     q_ptr, base_ptr, lse_ptr, k_ptr, v_ptr, out_ptr, total_ptr, dout_ptr,
     dq_ptr, dbase_ptr, dlse_ptr, dk_ptr, dv_ptr,
     N, J: tl.constexpr, G: tl.constexpr, TIMES: tl.constexpr, D: tl.constexpr,
-    SCALE: tl.constexpr, COLUMNS: tl.constexpr, R: tl.constexpr, E: tl.constexpr,
+    SCALE: tl.constexpr, QUERIES: tl.constexpr, R: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
-    at, inside, at_h, inside_h, own, inside_own = places(N, G, TIMES, D, COLUMNS, R, E)
+    at, inside, at_h, inside_h, own, inside_own = places(N, G, TIMES, D, QUERIES, R, E)
     q = tl.load(q_ptr + at, mask=inside, other=0).to(tl.float32)
     base = tl.load(base_ptr + at, mask=inside, other=0).to(tl.float32)
     out = tl.load(out_ptr + at, mask=inside, other=0).to(tl.float32)

@@ -1,4 +1,4 @@
-"""A draft's checkpoint: reading it whole, and starting from one, whatever vocabulary map it was
+"""A draft's checkpoint: reading all of it, and starting from one, whatever vocabulary map it was
 made with.
 
 Reads speculators' format and plain EAGLE-3 checkpoints (LlamaForCausalLMEagle3, whose layer may
@@ -6,17 +6,16 @@ be called `midlayer`), safetensors only.
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
 
 from common.artifacts import read_json
 from common.draft.config import SHAPE_KEYS, DraftShape
+from common.draft.model import Eagle3Draft
 from common.errors import UserError
 from common.tensor_files import read_header
-
-if TYPE_CHECKING:
-    import torch
-
-    from common.draft.model import Eagle3Draft
 
 NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 ROPE_THETA = 10000.0  # where a config says none, as transformers reads it
@@ -24,8 +23,13 @@ NOT_TRAINED = ("embed_tokens.weight", "d2t", "t2d")
 
 
 def parameter_name(name: str) -> str:
-    """A published tensor's name in this project."""
+    """A checkpoint tensor's name in this project."""
     return name.removeprefix("model.").replace("midlayer.", "layers.0.")
+
+
+def read_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """The checkpoint's tensors, by their names in this project."""
+    return {parameter_name(k): v for k, v in load_file(folder / "model.safetensors").items()}
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -47,10 +51,6 @@ def read_config(folder: Path) -> dict[str, Any]:
 def check_initial(folder: Path, shape: DraftShape, aux_ids: list[int]) -> None:
     """UserError unless the checkpoint is a draft of this very architecture, by its config.json
     and its file's header, and of these layers, as a server counts them."""
-    import torch
-
-    from common.draft.model import Eagle3Draft
-
     layer = read_config(folder)
     if not layer["plain_rope"]:
         raise UserError(
@@ -60,7 +60,7 @@ def check_initial(folder: Path, shape: DraftShape, aux_ids: list[int]) -> None:
     file = folder / "model.safetensors"
     if not file.is_file():
         raise UserError(f"--init-from {folder}: has no model.safetensors; convert the draft to it")
-    header = read_header(file)
+    sizes = {parameter_name(name): place.shape for name, place in read_header(file).items()}
     for key in NORMS:
         if layer[key] != getattr(shape, key):
             flag = "--" + ("" if layer[key] else "no-") + key.replace("_", "-")
@@ -78,7 +78,12 @@ def check_initial(folder: Path, shape: DraftShape, aux_ids: list[int]) -> None:
             f" {layer['aux_ids']}, these states are of {aux_ids}; start from another draft, or run"
             " 03 with its --layers"
         )
-    sizes = {parameter_name(name): place.shape for name, place in header.items()}
+    check_sizes(folder, sizes, shape)
+
+
+def check_sizes(folder: Path, sizes: dict[str, list[int]], shape: DraftShape) -> None:
+    """UserError unless the checkpoint's tensors, of these sizes, are those of the shape; its head
+    may be of another draft vocabulary."""
     with torch.device("meta"):
         expected = {k: list(v.shape) for k, v in Eagle3Draft(shape).named_parameters()}
     expected["lm_head.weight"] = [sizes.get("lm_head.weight", [0])[0], shape.hidden_size]
@@ -95,49 +100,41 @@ def check_initial(folder: Path, shape: DraftShape, aux_ids: list[int]) -> None:
         )
 
 
-def initialize_from(folder: Path, draft: "Eagle3Draft", target_D: "torch.Tensor") -> int:
-    """Copy the weights of a published draft that passes check_initial into this one.
+@torch.no_grad()
+def initialize_from(folder: Path, draft: Eagle3Draft, token_D: torch.Tensor) -> int:
+    """Copy the weights of a checkpoint that passes check_initial into the draft.
 
-    Head rows go by the token they stand for; a token that the published draft does not have
+    Head rows go by the token they stand for; a token that the checkpoint does not have
     keeps the row it was initialized with (the verifier's).
 
     Args:
-        target_D: draft id → target id of this draft's map.
+        token_D: the verifier's token of each id of this draft's vocabulary.
 
     Returns:
         Number of head rows taken over.
     """
-    import torch
-    from safetensors.torch import load_file
-
-    found = {parameter_name(k): v for k, v in load_file(folder / "model.safetensors").items()}
+    found = read_weights(folder)
     head = found.pop("lm_head.weight")
     d2t = found.get("d2t", torch.zeros(len(head), dtype=torch.int64))
-    place_of = {int(t): i for i, t in enumerate((torch.arange(len(head)) + d2t).tolist())}
-    pairs = [(i, place_of[t]) for i, t in enumerate(target_D.tolist()) if t in place_of]
-    mine, theirs = torch.tensor(pairs, dtype=torch.int64).view(-1, 2).T
+    row_of = {token: row for row, token in enumerate((torch.arange(len(head)) + d2t).tolist())}
+    pairs = [(i, row_of[token]) for i, token in enumerate(token_D.tolist()) if token in row_of]
+    ours, theirs = torch.tensor(pairs, dtype=torch.int64).view(-1, 2).T
     parameters = dict(draft.named_parameters())
-    with torch.no_grad():
-        for name, value in found.items():
-            if name not in NOT_TRAINED:
-                parameters[name].copy_(value)
-        device = draft.lm_head.weight.device
-        draft.lm_head.weight[mine.to(device)] = head[theirs].to(device, torch.float32)
+    for name, value in found.items():
+        if name not in NOT_TRAINED:
+            parameters[name].copy_(value)
+    device = draft.lm_head.weight.device
+    draft.lm_head.weight[ours.to(device)] = head[theirs].to(device, torch.float32)
     return len(pairs)
 
 
-def load_draft(folder: Path) -> "Eagle3Draft | None":
+def load_draft(folder: Path) -> Eagle3Draft | None:
     """The draft, float32 on the CPU; None where its rotary embedding is scaled, which nothing
     here computes."""
-    import torch
-    from safetensors.torch import load_file
-
-    from common.draft.model import Eagle3Draft
-
     layer = read_config(folder)
     if not layer["plain_rope"]:
         return None
-    found = {parameter_name(k): v for k, v in load_file(folder / "model.safetensors").items()}
+    found = read_weights(folder)
     H, heads = layer["hidden_size"], layer["num_attention_heads"]
     shape = DraftShape(
         hidden_size=H,

@@ -38,12 +38,17 @@ class DraftShape:
 
 
 def draft_shape(
-    given: dict, verifier: Verifier, num_aux_layers: int, draft_vocab_size: int, **norms: bool
+    given: dict[str, Any],
+    verifier: Verifier,
+    num_aux_layers: int,
+    draft_vocab_size: int,
+    **norms: bool,
 ) -> DraftShape:
     """Return the shape: `given` (keys of SHAPE_KEYS) where it says, the verifier's otherwise.
 
-    The rotary embedding is always the plain one, so that nothing of a verifier's YaRN is
-    inherited by training or by the server.
+    UserError naming the key that is unknown or whose value cannot be. The rotary embedding is
+    always the plain one, so that nothing of a verifier's YaRN is inherited by training or by the
+    server.
     """
     unknown = [k for k in given if k not in SHAPE_KEYS]
     if unknown:
@@ -57,28 +62,20 @@ def draft_shape(
             f" {verifier.hidden_size}, whose embedding and head the draft shares"
         )
     rope = verifier.text.get("rope_parameters") or {}
-    default = {"rms_norm_eps": verifier.rms_norm_eps, "rope_theta": 10000.0}
-    default |= {k: v for k, v in {**verifier.text, **rope}.items() if k in SHAPE_KEYS and v}
-    values: dict[str, Any] = default | given
-
-    def number(name: str, *kinds: type) -> Any:
-        value: Any = values.get(name)
-        if type(value) not in kinds or value < (1 if kinds == (int,) else 0):
-            what = "a whole number of at least 1" if kinds == (int,) else "a number over 0"
-            raise UserError(f"--draft-shape: {name} must be {what}, is {value!r}")
-        return value
-
-    heads = number("num_attention_heads", int)
+    values: dict[str, Any] = {"rms_norm_eps": verifier.rms_norm_eps, "rope_theta": 10000.0}
+    values |= {k: v for k, v in {**verifier.text, **rope}.items() if k in SHAPE_KEYS and v}
+    values |= given
+    heads = number(values, "num_attention_heads", int)
     values.setdefault("num_key_value_heads", heads)
     values.setdefault("head_dim", verifier.hidden_size // heads)
     shape = DraftShape(
         hidden_size=verifier.hidden_size,
-        intermediate_size=number("intermediate_size", int),
+        intermediate_size=number(values, "intermediate_size", int),
         num_attention_heads=heads,
-        num_key_value_heads=number("num_key_value_heads", int),
-        head_dim=number("head_dim", int),
-        rope_theta=float(number("rope_theta", int, float)),
-        rms_norm_eps=float(number("rms_norm_eps", int, float)),
+        num_key_value_heads=number(values, "num_key_value_heads", int),
+        head_dim=number(values, "head_dim", int),
+        rope_theta=float(number(values, "rope_theta", int, float)),
+        rms_norm_eps=float(number(values, "rms_norm_eps", int, float)),
         num_aux_layers=num_aux_layers,
         draft_vocab_size=draft_vocab_size,
         vocab_size=verifier.vocab_size,
@@ -96,9 +93,22 @@ def draft_shape(
     return shape
 
 
-def check_float8(shape: DraftShape) -> None:
-    """UserError where a matrix has sizes that cuBLAS does not multiply in float8."""
+def number(values: dict[str, Any], name: str, *kinds: type) -> Any:
+    """The value, of one of the kinds; UserError for another, or a number that is no size."""
+    value: Any = values.get(name)
+    if type(value) not in kinds or value < (1 if kinds == (int,) else 0):
+        what = "a whole number of at least 1" if kinds == (int,) else "a number over 0"
+        raise UserError(f"--draft-shape: {name} must be {what}, is {value!r}")
+    return value
+
+
+def check_on_gpu(shape: DraftShape, float8: bool) -> None:
+    """UserError where the GPU's attention kernels, or cuBLAS in float8, do not take the shape."""
     s = shape
+    if s.head_dim < 16:
+        raise UserError(
+            f"--draft-shape: head_dim {s.head_dim} is too small for a GPU; use 16 or more"
+        )
     sizes = {
         "hidden_size": s.hidden_size,
         "intermediate_size": s.intermediate_size,
@@ -106,30 +116,24 @@ def check_float8(shape: DraftShape) -> None:
         "num_key_value_heads * head_dim": s.num_key_value_heads * s.head_dim,
     }
     for name, size in sizes.items():
-        if size % 16:
+        if float8 and size % 16:
             raise UserError(f"--float8: {name} {size} is no multiple of 16; train without")
 
 
-def check_on_gpu(shape: DraftShape) -> None:
-    """UserError where the kernels of a GPU's attention are not made for the shape."""
-    if shape.head_dim < 16:
-        raise UserError(f"--draft-shape: head_dim {shape.head_dim} is under 16, a GPU's least")
-
-
 def memory_needed(
-    shape: DraftShape, itemsize: int, world: int, moments: int, train_lm_head: bool
+    shape: DraftShape, itemsize: int, world: int, optimizer_tensors: int, train_lm_head: bool
 ) -> int:
     """Bytes on the device that every step needs at least, activations left out: float32 weights;
-    gradients and moments of what is trained, a part of these on each of `world` ranks; in the
+    gradients and optimizer state of what is trained, the latter spread over `world` ranks; in the
     compute dtype, of `itemsize`, a copy, and the verifier's embedding and head.
 
     Args:
-        moments: of the optimizer, a parameter.
+        optimizer_tensors: that the optimizer keeps per parameter.
     """
     count = parameter_count(shape)
     trained = count if train_lm_head else count - shape.hidden_size * shape.draft_vocab_size
     copy = itemsize if itemsize < 4 else 0
-    draft = count * (4 + copy) + trained * (4 + 4 * moments / world)
+    draft = count * (4 + copy) + trained * (4 + 4 * optimizer_tensors / world)
     return round(draft) + 2 * shape.vocab_size * shape.hidden_size * itemsize
 
 
@@ -144,13 +148,13 @@ def parameter_count(shape: DraftShape) -> int:
 
 
 def flops_of_step(
-    shape: DraftShape, tokens: int, columns: int, losses: list[int], train_lm_head: bool
+    shape: DraftShape, tokens: int, queries: int, losses: list[int], train_lm_head: bool
 ) -> int:
     """Floating-point operations of one step, forward and backward, attention scores left out.
 
     Args:
         tokens: of the rows; fc and depth-0 keys and values.
-        columns: run at every depth.
+        queries: query positions, which run at every depth.
         losses: per depth, the rows of the head.
     """
     s = shape
@@ -160,7 +164,7 @@ def flops_of_step(
     # a norm before fc takes a gradient from fc's input
     fc = (6 if s.norm_before_fc or s.fc_norm else 4) * s.num_aux_layers * s.hidden_size**2
     total = tokens * (fc + 6 * keys_values)
-    total += 6 * columns * (len(losses) * queries_mlp + (len(losses) - 1) * keys_values)
+    total += 6 * queries * (len(losses) * queries_mlp + (len(losses) - 1) * keys_values)
     head = s.hidden_size * s.draft_vocab_size
     head_products = (3 if train_lm_head else 2) * sum(losses) + max(losses, default=0)
     return total + 2 * head_products * head

@@ -105,7 +105,7 @@ def export_draft(
     t2d: torch.Tensor,
     dtype: torch.dtype,
 ) -> None:
-    """Write config.json and model.safetensors through speculators, whole or not at all.
+    """Write config.json and model.safetensors through speculators, complete or not at all.
 
     The embedding is the verifier's and is left out: the server shares its own.
     """

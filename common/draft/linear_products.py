@@ -1,8 +1,8 @@
 """The draft's matrix products in a training step, in the compute dtype or in float8.
 
-The weights are float32, as the optimizer moves them; products run on copies made once a step.
+The weights are float32, as the optimizer moves them; products run on copies made once per step.
 The gradient of a matrix waits until a row's backward pass is over and is then one product over
-all its TTT steps, summed in float32, instead of one a step added up in the compute dtype.
+all its TTT steps, summed in float32, instead of one per step added up in the compute dtype.
 
 Shape suffixes: N rows, I input size, O output size.
 """
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from common.draft.float8 import Float8Weights
 
 
-class Products:
-    """Products with a draft's matrices.
+class LinearProducts:
+    """Products of activations with a draft's matrices.
 
     Args:
         dtype: of activations, and of the copies; float32 uses the weights themselves.
-        float8: multiply by linears in float8 (see common.float8), on a GPU. The head's products
-            (see common.losses) stay in `dtype`.
+        float8: multiply by linears in float8 (see float8.py), on a GPU. The head's products
+            (see losses.py) stay in `dtype`.
     """
 
     def __init__(self, dtype: torch.dtype, float8: bool = False):
@@ -56,11 +56,11 @@ class Products:
             self._float8[weights] = Float8Weights(weights)
         return self._float8[weights]
 
-    def linear(self, x_NI: torch.Tensor, layer: nn.Linear) -> torch.Tensor:
+    def product(self, x_NI: torch.Tensor, layer: nn.Linear) -> torch.Tensor:
         """x @ W.T, [N, O]."""
         return Product.apply(self, x_NI, layer.weight)[0]
 
-    def linears(self, x_NI: torch.Tensor, *layers: nn.Linear) -> tuple[torch.Tensor, ...]:
+    def products(self, x_NI: torch.Tensor, *layers: nn.Linear) -> tuple[torch.Tensor, ...]:
         """The products of one input with several matrices, [N, O] each."""
         return Product.apply(self, x_NI, *(layer.weight for layer in layers))
 
@@ -116,30 +116,32 @@ def joined(parts: list[Operand]) -> torch.Tensor:
 
 
 class Product(torch.autograd.Function):
-    """See Products.linears."""
+    """See LinearProducts.products."""
 
     @staticmethod
-    def forward(ctx: Any, products: Products, x_NI: torch.Tensor, *weights: torch.Tensor) -> Any:
-        ctx.products, ctx.weights, ctx.amax = products, weights, None
+    def forward(
+        ctx: Any, linears: LinearProducts, x_NI: torch.Tensor, *weights: torch.Tensor
+    ) -> Any:
+        ctx.linears, ctx.weights, ctx.amax = linears, weights, None
         ctx.save_for_backward(x_NI)
-        if products.float8:
-            ys, ctx.amax = products.copies8(weights).products(x_NI.contiguous())
+        if linears.float8:
+            ys, ctx.amax = linears.copies8(weights).products(x_NI.contiguous())
             return tuple(ys)
-        return tuple(x_NI @ products.copy(weight).T for weight in weights)
+        return tuple(x_NI @ linears.copy(weight).T for weight in weights)
 
     @staticmethod
     def backward(ctx: Any, *dys: torch.Tensor) -> Any:
-        products, weights = ctx.products, ctx.weights
+        linears, weights = ctx.linears, ctx.weights
         (x_NI,) = ctx.saved_tensors
         dys = tuple(dy.contiguous() for dy in dys)
         dx_NI = dy_amax = None
-        if products.float8:
-            copies = products.copies8(weights)
+        if linears.float8:
+            copies = linears.copies8(weights)
             dx_NI, dy_amax = copies.input_gradient(list(dys), ctx.needs_input_grad[1])
         elif ctx.needs_input_grad[1]:
-            dx_NI = dys[0] @ products.copy(weights[0])
+            dx_NI = dys[0] @ linears.copy(weights[0])
             for weight, dy_NO in zip(weights[1:], dys[1:], strict=True):
-                dx_NI.addmm_(dy_NO, products.copy(weight))
+                dx_NI.addmm_(dy_NO, linears.copy(weight))
         for weight, dy_NO in zip(weights, dys, strict=True):
-            products.used(weight, Operand(x_NI, ctx.amax), Operand(dy_NO, dy_amax))
+            linears.used(weight, Operand(x_NI, ctx.amax), Operand(dy_NO, dy_amax))
         return None, dx_NI, *[None] * len(weights)

@@ -1,11 +1,11 @@
-"""Which predictions carry loss, and which columns must be computed for them.
+"""Which predictions carry loss, and which query positions must be computed for them.
 
-Column t of a sample is the draft's work from the verifier's state of token t: at depth k
+Query position t of a sample is the draft's work from the verifier's state of token t: at depth k
 it takes token t+1+k and predicts token t+2+k.
 
     tokens      u u u a0 a1 a2 e  u      (a0 a1 a2 e: one answer, e its end of turn)
     loss_mask   0 0 0 1  1  1  1  0
-    M[0]        0 0 1 1  1  0  0  0      column t predicts t+2: a1, a2, e
+    M[0]        0 0 1 1  1  0  0  0      position t predicts t+2: a1, a2, e
     M[1]        0 0 1 1  0  0  0  0      predicts t+3: a2, e
     M[2]        0 0 1 0  0  0  0  0      predicts t+4: e
 
@@ -20,7 +20,7 @@ import torch
 def loss_table(
     mask_T: torch.Tensor, starts: list[int], depths: int, rule: str = "answer"
 ) -> torch.Tensor:
-    """Return M, bool [depths, T]: M[k, t] says that column t carries loss at depth k.
+    """Return M, bool [depths, T]: M[k, t] says that query position t carries loss at depth k.
 
     Args:
         mask_T: bool [T], the loss masks of a packed row of samples.
@@ -55,12 +55,12 @@ def loss_table(
     return table
 
 
-def needed_columns(table: torch.Tensor) -> torch.Tensor:
-    """Return N, int64 ascending: the columns whose state some loss needs, at any depth.
+def query_positions(table_KT: torch.Tensor) -> torch.Tensor:
+    """Return N, int64 ascending: the query positions whose state some loss needs, at any depth.
 
-    A column's deeper states read only its own shallower ones and depth-0 keys and values,
-    so no other column's queries, attention output or MLP have to run. At depth j only
-    {t : M[k, t] for some k >= j} are needed, which leaves out at most j columns an answer:
+    A position's deeper states read only its own shallower ones and depth-0 keys and values,
+    so no other position's queries, attention output or MLP have to run. At depth j only
+    {t : M[k, t] for some k >= j} are needed, which leaves out at most j positions per answer:
     one set for all depths keeps them aligned, for less than a hundredth of the work.
     """
-    return table.any(0).nonzero().view(-1)
+    return table_KT.any(0).nonzero().view(-1)

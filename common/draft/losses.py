@@ -4,7 +4,7 @@ Both are over the draft's vocabulary (speculators 0.9, losses/eager.py: kl_div).
 are made in the forward pass, so that no [n, D] tensor is float32: softmax runs in a GPU's
 registers, or on a few rows at a time in place of the logits.
 
-Shape suffixes: n losses of one depth, U rows of the teacher, H hidden size, D draft vocabulary.
+Shape suffixes: n losses of one depth, U target distributions, H hidden size, D draft vocabulary.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from common.draft.compiled import region
-from common.draft.linear_products import Operand, Products
+from common.draft.linear_products import LinearProducts, Operand
 
 # Elements of a chunk on a CPU: what a core's cache holds in float32.
 CHUNK_ELEMENTS = 2**19
@@ -26,7 +26,7 @@ def row_chunks(x_nD: torch.Tensor) -> list[slice]:
 
 
 @dataclass(frozen=True)
-class TeacherProbs:
+class TargetProbs:
     """p_UD: the verifier's probabilities, compute dtype; negentropy_U: sum p log p, float32."""
 
     p_UD: torch.Tensor
@@ -34,15 +34,15 @@ class TeacherProbs:
 
 
 @torch.no_grad()
-def teacher_probs(logits_UD: torch.Tensor) -> TeacherProbs:
+def target_probs(logits_UD: torch.Tensor) -> TargetProbs:
     """Softmax of the verifier's logits over the draft's vocabulary, in place of the logits."""
     if logits_UD.is_cuda:
-        return TeacherProbs(*softmax_rows(logits_UD))
+        return TargetProbs(*softmax_rows(logits_UD))
     negentropy_U = torch.empty(len(logits_UD))
     for part in row_chunks(logits_UD):
         p_nD, negentropy_U[part] = softmax_rows(logits_UD[part])
         logits_UD[part] = p_nD
-    return TeacherProbs(logits_UD, negentropy_U)
+    return TargetProbs(logits_UD, negentropy_U)
 
 
 @region
@@ -57,7 +57,7 @@ def softmax_rows(logits_nD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def kl_rows(
     logits_nD: torch.Tensor, p_UD: torch.Tensor, at_n: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (cross entropy against the teacher's rows at_n, float32 [n]; argmax ids [n]; the
+    """Return (cross entropy against the target rows at_n, float32 [n]; argmax ids [n]; the
     gradient by the logits, softmax - p, in their dtype)."""
     x_nD, p_nD = logits_nD.float(), p_UD[at_n].float()
     top_n1, predicted_n1 = x_nD.max(-1, keepdim=True)
@@ -75,26 +75,26 @@ class LinearKL(torch.autograd.Function):
     def forward(
         ctx: Any,
         states_nH: torch.Tensor,
-        products: Products,
+        linears: LinearProducts,
         head: torch.Tensor,
-        teacher: TeacherProbs,
+        target: TargetProbs,
         at_n: torch.Tensor,
         real: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        head_DH = products.copy(head)
+        head_DH = linears.copy(head)
         logits_nD = states_nH @ head_DH.T
         if logits_nD.is_cuda:
-            cross_n, predicted_n, d_logits_nD = kl_rows(logits_nD, teacher.p_UD, at_n)
+            cross_n, predicted_n, d_logits_nD = kl_rows(logits_nD, target.p_UD, at_n)
             del logits_nD
         else:
             cross_n, predicted_n = torch.empty(len(at_n)), torch.empty_like(at_n)
             d_logits_nD = logits_nD
             for part in row_chunks(logits_nD):
-                found = kl_rows(logits_nD[part], teacher.p_UD, at_n[part])
+                found = kl_rows(logits_nD[part], target.p_UD, at_n[part])
                 cross_n[part], predicted_n[part], d_logits_nD[part] = found
-        loss_n = teacher.negentropy_U[at_n] + cross_n
+        loss_n = target.negentropy_U[at_n] + cross_n
         d_logits_nD[real:] = 0
-        ctx.products, ctx.head = products, head if head.requires_grad else None
+        ctx.linears, ctx.head = linears, head if head.requires_grad else None
         kept = (states_nH, d_logits_nD) if head.requires_grad else ()
         ctx.save_for_backward(d_logits_nD @ head_DH, *kept)
         predicted_n = predicted_n[:real]
@@ -107,15 +107,15 @@ class LinearKL(torch.autograd.Function):
         # a float32 scalar: it keeps the tensors' dtype, and is not rounded to it first
         if kept:
             states_nH, d_logits_nD = kept
-            ctx.products.used(ctx.head, Operand(states_nH * grads[0]), Operand(d_logits_nD))
+            ctx.linears.used(ctx.head, Operand(states_nH * grads[0]), Operand(d_logits_nD))
         return grad_states * grads[0], None, None, None, None, None
 
 
 def linear_kl(
-    products: Products,
+    linears: LinearProducts,
     states_nH: torch.Tensor,
     head: torch.Tensor,
-    teacher: TeacherProbs,
+    target: TargetProbs,
     at_n: torch.Tensor,
     real: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -123,9 +123,9 @@ def linear_kl(
 
     Args:
         states_nH: normed states, in the compute dtype.
-        head: the draft's, [D, H]; its gradient, if it requires one, is left with the products.
-        teacher: the verifier's distributions, made once a row.
-        at_n: the teacher's row that each state is to match.
+        head: the draft's, [D, H]; its gradient, if it requires one, is added by add_gradients.
+        target: the verifier's distributions, made once per row.
+        at_n: the target row that each state is to match.
         real: rows after these are filling (see common.packed_row.FILL).
     """
-    return LinearKL.apply(states_nH, products, head, teacher, at_n, real)
+    return LinearKL.apply(states_nH, linears, head, target, at_n, real)

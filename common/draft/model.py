@@ -3,7 +3,7 @@
 Architecture of speculators 0.9 (models/eagle3) and vLLM's llama_eagle3, with the same
 parameter names; training-time test after EAGLE-3 (arXiv 2503.01840, section 3.2).
 
-Shape suffixes: T tokens of a packed row, N columns computed, H hidden size, A aux layers,
+Shape suffixes: T tokens of a packed row, N query positions computed, H hidden size, A aux layers,
 h heads, g key/value heads, d head_dim, Q = h*d, K = g*d, I intermediate size, D draft
 vocabulary, V verifier's.
 """
@@ -15,7 +15,7 @@ from torch import nn
 from common.draft.attention import TTTAttention, rope_table, rotate
 from common.draft.compiled import region
 from common.draft.config import DraftShape
-from common.draft.linear_products import Products
+from common.draft.linear_products import LinearProducts
 from common.draft.packed_row import PackedRow
 from common.verifier.head import rms_norm
 
@@ -55,9 +55,9 @@ class MLP(nn.Module):
         self.up_proj = nn.Linear(s.hidden_size, s.intermediate_size, bias=False)
         self.down_proj = nn.Linear(s.intermediate_size, s.hidden_size, bias=False)
 
-    def forward(self, products: Products, x_NH: torch.Tensor) -> torch.Tensor:
-        gate_up = products.linears(x_NH, self.gate_proj, self.up_proj)
-        return products.linear(swiglu(*gate_up), self.down_proj)
+    def forward(self, linears: LinearProducts, x_NH: torch.Tensor) -> torch.Tensor:
+        gate_up = linears.products(x_NH, self.gate_proj, self.up_proj)
+        return linears.product(swiglu(*gate_up), self.down_proj)
 
 
 @region
@@ -100,14 +100,14 @@ class Eagle3Draft(nn.Module):
         assert isinstance(layer, Layer)
         return layer
 
-    def fuse(self, products: Products, aux_TAH: torch.Tensor) -> torch.Tensor:
+    def fuse(self, linears: LinearProducts, aux_TAH: torch.Tensor) -> torch.Tensor:
         """Aux hidden states [T, A*H] → [T, H]."""
         if self.shape.norm_before_fc:
             aux_TAH = self.input_norm(aux_TAH)
         if self.shape.fc_norm:
             parts = aux_TAH.chunk(self.shape.num_aux_layers, -1)
             aux_TAH = torch.cat([n(x) for n, x in zip(self.fc_norm, parts, strict=True)], -1)
-        return products.linear(aux_TAH, self.fc)
+        return linears.product(aux_TAH, self.fc)
 
 
 @torch.no_grad()
@@ -137,17 +137,17 @@ def layer_input(
 
 
 def ttt_states(
-    draft: Eagle3Draft, products: Products, embed_VH: torch.Tensor, row: PackedRow
+    draft: Eagle3Draft, linears: LinearProducts, embed_VH: torch.Tensor, row: PackedRow
 ) -> list[torch.Tensor]:
-    """Run the draft at all depths; return each depth's states of the row's columns, [N, H].
+    """Run the draft at all depths; return each depth's states at the row's query positions, [N, H].
 
-    The states are those before the output norm, in the dtype of the products. Depth 0 makes
-    keys and values for every token; everything else runs for the columns alone.
+    The states are those before the output norm, in the compute dtype. Depth 0 makes
+    keys and values for every token; everything else runs at the query positions alone.
     """
     s, layer, attn = draft.shape, draft.layer, draft.layer.self_attn
     h, g, d = s.num_attention_heads, s.num_key_value_heads, s.head_dim
-    columns_N = row.columns_N
-    positions_N = row.positions_T[columns_N]
+    query_N = row.query_N
+    positions_N = row.positions_T[query_N]
 
     def inputs(ids_N: torch.Tensor, hidden_NH: torch.Tensor):
         """Return (input of the projections [N, 2H], residual [N, H])."""
@@ -159,24 +159,24 @@ def ttt_states(
         """Return (rotated keys, values), [N, g, d]."""
         return rotate(k_NK.view(-1, g, d), rope_N2d), v_NK.view(-1, g, d)
 
-    # Column t takes token t+1; a row's or sample's last column has none and is never needed.
+    # Position t takes token t+1; a row's or sample's last position has none and is never needed.
     following_T = row.ids_T.roll(-1)
-    x_T2H, residual_TH = inputs(following_T, draft.fuse(products, row.aux(products.dtype)))
+    x_T2H, residual_TH = inputs(following_T, draft.fuse(linears, row.aux(linears.dtype)))
     rope_T2d = rope_table(row.positions_T, d, s.rope_theta)
-    k_TK, v_TK = products.linears(x_T2H, attn.k_proj, attn.v_proj)
+    k_TK, v_TK = linears.products(x_T2H, attn.k_proj, attn.v_proj)
     attention = TTTAttention(row, *keys_values(k_TK, v_TK, rope_T2d))
-    q_NQ = products.linear(x_T2H[columns_N], attn.q_proj)
-    residual_NH = residual_TH[columns_N]
+    q_NQ = linears.product(x_T2H[query_N], attn.q_proj)
+    residual_NH = residual_TH[query_N]
     states: list[torch.Tensor] = []
     for k in range(len(row.losses)):
         rope_N2d = rope_table(positions_N + k, d, s.rope_theta)
         if k > 0:
             before_NH = draft.norm(states[-1]) if s.norm_output else states[-1]
             x_N2H, residual_NH = inputs(row.tokens_KN[k], before_NH)
-            q_NQ, k_NK, v_NK = products.linears(x_N2H, attn.q_proj, attn.k_proj, attn.v_proj)
+            q_NQ, k_NK, v_NK = linears.products(x_N2H, attn.q_proj, attn.k_proj, attn.v_proj)
             attention.add_own(*keys_values(k_NK, v_NK, rope_N2d))
         mixed_Nhd = attention(rotate(q_NQ.view(-1, h, d), rope_N2d))
-        hidden_NH = residual_NH + products.linear(mixed_Nhd.flatten(1), attn.o_proj)
+        hidden_NH = residual_NH + linears.product(mixed_Nhd.flatten(1), attn.o_proj)
         normed_NH = layer.post_attention_layernorm(hidden_NH)
-        states.append(hidden_NH + layer.mlp(products, normed_NH))
+        states.append(hidden_NH + layer.mlp(linears, normed_NH))
     return states

@@ -13,7 +13,7 @@ import torch
 from common.artifacts import read_json
 from common.draft.checkpoint import load_draft
 from common.draft.export import serving_layer_ids
-from common.draft.linear_products import Products
+from common.draft.linear_products import LinearProducts
 from common.draft.model import ttt_states
 from common.draft.packed_row import make_row
 from common.errors import UserError
@@ -159,7 +159,7 @@ def draft_state_errors(
     row = make_row(states_TLH, None, places_T, every_T, [T + K], K, "next")
     found = []
     with torch.no_grad():
-        trained = ttt_states(draft, Products(torch.float32), embed_VH[used].float(), row)
+        trained = ttt_states(draft, LinearProducts(torch.float32), embed_VH[used].float(), row)
         for depth, (_, states) in enumerate(served.passes):
             # row t of the prompt; a drafted token continues its last
             rows, there = (slice(T), states[:T]) if depth == 0 else (slice(T - 1, T), states[:1])

@@ -1,9 +1,9 @@
 """Reading packed rows from 03's files, ahead of the step that trains on them.
 
 Files are read straight into the row's place in a host buffer, by several threads at once; a
-buffer beside a GPU is page-locked and copied on a stream of its own. The memory of a plan is
+buffer beside a GPU is page-locked and copied on a stream of its own. The memory is
 bounded: READ_AHEAD rows on the host, and on the GPU those beside the one in use and the one
-before. The held-out measure has a plan of its own, while the training's waits.
+before. The held-out measure reads rows of its own, while the training's wait.
 """
 
 import functools
@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from common.data.samples import Sample
-from common.draft.packed_row import FILL, PackedRow, make_row
+from common.draft.packed_row import FILL, PackedRow, make_row, tensors_of
 from common.errors import UserError
 from common.states.files import read_hidden
 from common.states.folder import HiddenFolder
@@ -133,27 +133,27 @@ def read_into(f: FileIO, tensor: torch.Tensor, path: Path) -> None:
         left = left[count:]
 
 
-def rows_ahead(reader: RowReader, plan: list[list[int]], device: str) -> Iterator[PackedRow]:
-    """The planned rows, in order, on the device.
+def rows_ahead(reader: RowReader, rows: list[list[int]], device: str) -> Iterator[PackedRow]:
+    """The rows of these samples, in order, on the device.
 
     On a GPU the next READ_AHEAD are read and copied while one trains. On a CPU, where a
-    second thread would fight the step for the cores, each is read when it is asked for, in
+    second thread would fight the step for the cores, each is read when it is needed, in
     the place of the one before.
     """
     if device == "cpu":
         buffer = reader.buffer()
-        for indices in plan:
+        for indices in rows:
             yield reader.read(indices, buffer)
         return
     buffers = [(reader.buffer(), torch.cuda.Event()) for _ in range(READ_AHEAD)]
     used = [torch.cuda.Event() for _ in range(READ_AHEAD + 1)]
 
-    def load(n: int) -> PackedRow:
+    def read(n: int) -> PackedRow:
         buffer, copied = buffers[n % READ_AHEAD]
         copied.synchronize()
         if n > READ_AHEAD:  # the step that is launched last may not run far ahead of the GPU
             used[n % len(used)].synchronize()
-        row = reader.read(plan[n], buffer)
+        row = reader.read(rows[n], buffer)
         with torch.cuda.stream(copying()):
             row = row.to(device)
             copied.record()
@@ -162,15 +162,15 @@ def rows_ahead(reader: RowReader, plan: list[list[int]], device: str) -> Iterato
     # the current device is a thread's own
     pool = ThreadPoolExecutor(1, "row", torch.cuda.set_device, (torch.cuda.current_device(),))
     with pool:
-        ahead = deque(pool.submit(load, n) for n in range(min(READ_AHEAD, len(plan))))
-        for n in range(len(plan)):
+        ahead = deque(pool.submit(read, n) for n in range(min(READ_AHEAD, len(rows))))
+        for n in range(len(rows)):
             row = ahead.popleft().result()
             here = torch.cuda.current_stream()
             here.wait_event(buffers[n % READ_AHEAD][1])
-            for tensor in row.tensors():  # their memory is the copying stream's
+            for tensor in tensors_of(row):  # their memory is the copying stream's
                 tensor.record_stream(here)
-            if n + READ_AHEAD < len(plan):
-                ahead.append(pool.submit(load, n + READ_AHEAD))
+            if n + READ_AHEAD < len(rows):
+                ahead.append(pool.submit(read, n + READ_AHEAD))
             yield row
             used[n % len(used)].record()
 

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -22,31 +23,26 @@ def make_optimizers(
         weight_decay: of the matrices; the norms' gains do not decay.
         world: with several ranks, each keeps and steps a part of the parameters (ZeRO-1).
     """
-    trained = {n: p for n, p in draft.named_parameters() if p.requires_grad}
+
+    def make(kind: Any, parameters: list[Any], **options: Any) -> torch.optim.Optimizer:
+        options |= {"lr": lr, "weight_decay": weight_decay}
+        if world == 1:
+            return kind(parameters, **options)
+        return ZeroRedundancyOptimizer(parameters, kind, **options)
+
     # lists: every rank must see the same order
-    hidden = [n for n, p in trained.items() if p.dim() == 2 and n != "lm_head.weight"]
-    adamw: dict[str, Any] = {"betas": BETAS, "weight_decay": weight_decay, "fused": True}
-    muon: dict[str, Any] = {
-        "momentum": MOMENTUM,
-        "weight_decay": weight_decay,
-        "adjust_lr_fn": "match_rms_adamw",
-    }
-    ours = [] if name == "adamw" else hidden
-    rest = [p for n, p in trained.items() if n not in ours]
-    groups: list[dict[str, Any]] = [
-        {"params": [p for p in rest if p.dim() == 2]},
-        {"params": [p for p in rest if p.dim() == 1], "weight_decay": 0.0},
-    ]
-    parts: list[tuple[Any, list[Any], dict[str, Any]]] = []
-    if ours:
-        parts = [(torch.optim.Muon, [trained[n] for n in ours], muon)]
-    parts += [(torch.optim.AdamW, [g for g in groups if g["params"]], adamw)]
-    if world == 1:
-        return [kind(parameters, lr=lr, **options) for kind, parameters, options in parts]
-    return [
-        ZeroRedundancyOptimizer(parameters, kind, lr=lr, **options)
-        for kind, parameters, options in parts
-    ]
+    trained = [(n, p) for n, p in draft.named_parameters() if p.requires_grad]
+    gains = [p for _, p in trained if p.dim() == 1]
+    matrices = [p for _, p in trained if p.dim() == 2]
+    head = [p for n, p in trained if n == "lm_head.weight"]
+    made = []
+    if name == "muon":
+        hidden = [p for n, p in trained if p.dim() == 2 and n != "lm_head.weight"]
+        made = [make(torch.optim.Muon, hidden, momentum=MOMENTUM, adjust_lr_fn="match_rms_adamw")]
+        matrices = head
+    groups: list[dict[str, Any]] = [{"params": matrices}] if matrices else []
+    groups.append({"params": gains, "weight_decay": 0.0})
+    return [*made, make(torch.optim.AdamW, groups, betas=BETAS, fused=True)]
 
 
 def own_parts(optimizers: list[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
@@ -54,24 +50,24 @@ def own_parts(optimizers: list[torch.optim.Optimizer]) -> list[torch.optim.Optim
     return [o.optim if isinstance(o, ZeroRedundancyOptimizer) else o for o in optimizers]
 
 
-def moments(draft: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
-    """This rank's optimizer state: `<moment>/<parameter>` → tensor."""
+def optimizer_state(
+    draft: nn.Module, optimizers: list[torch.optim.Optimizer]
+) -> dict[str, torch.Tensor]:
+    """This rank's part of the optimizers' state: `<key>/<parameter>` → tensor."""
     names: dict[torch.Tensor, str] = {p: n for n, p in draft.named_parameters()}
     return {
-        f"{moment}/{names[parameter]}": value
+        f"{key}/{names[parameter]}": value
         for optimizer in own_parts(optimizers)
         for parameter, state in optimizer.state.items()
-        for moment, value in state.items()
+        for key, value in state.items()
     }
 
 
-def restore_moments(
+def restore_optimizer_state(
     draft: nn.Module, optimizers: list[torch.optim.Optimizer], files: list[Path]
 ) -> None:
     """Put a saved state, from the files of all ranks that wrote it, into the optimizers; each
     rank reads what it owns."""
-    from safetensors import safe_open
-
     names: dict[torch.Tensor, str] = {p: n for n, p in draft.named_parameters()}
     owned = {
         names[p]: (optimizer, p)
@@ -81,11 +77,9 @@ def restore_moments(
     }
     for file in files:
         with safe_open(file, framework="pt") as f:
-            for key in f.keys():  # noqa: SIM118
-                moment, name = key.split("/", 1)
-                if name not in owned:
-                    continue
-                optimizer, parameter = owned[name]
-                value = f.get_tensor(key)
-                # AdamW keeps its step counter on the CPU beside a CPU's parameters
-                optimizer.state[parameter][moment] = value.to(parameter.device)
+            for name in f.keys():  # noqa: SIM118
+                key, parameter_name = name.split("/", 1)
+                if parameter_name in owned:
+                    optimizer, parameter = owned[parameter_name]
+                    # AdamW keeps its step counter on the CPU beside a CPU's parameters
+                    optimizer.state[parameter][key] = f.get_tensor(name).to(parameter.device)

@@ -23,7 +23,7 @@ def carries_loss(sample: Sample, rule: str) -> bool:
 
 
 def split_samples(
-    data: dict[int, Sample], heldout_fraction: float, rule: str
+    samples: dict[int, Sample], heldout_fraction: float, rule: str
 ) -> tuple[dict[int, int], dict[int, int]]:
     """(training samples, held-out samples), index → tokens each, of those that carry loss; held
     out by the rule "answer", which their measure follows.
@@ -32,7 +32,7 @@ def split_samples(
     """
     train: dict[int, int] = {}
     held: dict[int, int] = {}
-    for index, sample in data.items():
+    for index, sample in samples.items():
         out = is_heldout(sample.conversation, heldout_fraction)
         if carries_loss(sample, "answer" if out else rule):
             (held if out else train)[index] = len(sample.input_ids)
@@ -68,34 +68,41 @@ def pack_rows(lengths: dict[int, int], budget: int, shuffle: int | None) -> list
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step: its epoch, from 1, and the rows of samples that it trains on."""
+    """One optimizer step: its epoch, from 1; the samples of each of its rows; their tokens."""
 
     epoch: int
     rows: list[list[int]]
+    tokens: int
 
 
 def plan_steps(
-    lengths: dict[int, int], budget: int, epochs: int, seed: int, rows_a_step: int
+    lengths: dict[int, int], budget: int, epochs: int, seed: int, rows_per_step: int
 ) -> list[Step]:
     """All steps of a run: every epoch packs all samples anew, in an order of its own."""
     steps = []
     for epoch in range(epochs):
         rows = pack_rows(lengths, budget, seed * 100_003 + epoch)
-        groups = [rows[at : at + rows_a_step] for at in range(0, len(rows), rows_a_step)]
-        steps += [Step(epoch + 1, group) for group in groups]
+        for at in range(0, len(rows), rows_per_step):
+            group = rows[at : at + rows_per_step]
+            steps.append(Step(epoch + 1, group, sum(lengths[i] for row in group for i in row)))
     return steps
 
 
-@dataclass(frozen=True)
-class Work:
-    """What samples ask of a step: columns computed; predictions with loss at each depth."""
+def ends_epoch(steps: list[Step], number: int) -> bool:
+    """Whether an epoch is complete after step `number`, from 1."""
+    return number == len(steps) or steps[number].epoch != steps[number - 1].epoch
 
-    columns: int
+
+@dataclass(frozen=True)
+class StepWork:
+    """What samples ask of a step: query positions; predictions with loss at each depth."""
+
+    queries: int
     losses: list[int]
 
 
-def count_work(samples: list[Sample], depths: int, rule: str) -> Work:
+def count_work(samples: list[Sample], depths: int, rule: str) -> StepWork:
     """Count a step's work from its samples' masks alone."""
     tables = [loss_table(torch.from_numpy(s.loss_mask), [0], depths, rule) for s in samples]
-    columns = sum(int(table.any(0).sum()) for table in tables)
-    return Work(columns, torch.stack([table.sum(1) for table in tables]).sum(0).tolist())
+    queries = sum(int(table.any(0).sum()) for table in tables)
+    return StepWork(queries, torch.stack([table.sum(1) for table in tables]).sum(0).tolist())

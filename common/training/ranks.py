@@ -1,4 +1,4 @@
-"""The processes of one training run, as torchrun starts them: one a GPU (on CPUs, gloo).
+"""The processes of one training run, as torchrun starts them: one per GPU (on CPUs, gloo).
 
 Every rank holds the weights and trains on its own rows of a step; gradients are summed over
 ranks, and each rank keeps the optimizer state of a part of the parameters (ZeRO-1).
@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from common.errors import UserError, again, report_error
+from common.progress import log
 
 # torchrun asks the ranks to end when one of them has ended, or it was asked itself, and kills them
 # 30 seconds later.
@@ -39,28 +40,37 @@ class Ranks:
     def first(self) -> bool:
         return self.rank == 0
 
-    def in_turn(self, function: Callable[[], T]) -> T:
+    def share(self, rows: list[T]) -> list[T]:
+        """This rank's rows of a step."""
+        return rows[self.rank :: self.world]
+
+    def log(self, text: str) -> None:
+        """Log a line once, that all ranks would log."""
+        if self.first:
+            log(text)
+
+    def main_process_first(self, function: Callable[[], T]) -> T:
         """Run on the first rank, then on the others, which see what it left on the disk."""
         if not self.first:
-            with self.together():
+            with self.collective():
                 dist.barrier()
         try:
             return function()
         finally:
             if self.first and self.world > 1:
-                with self.together():
+                with self.collective():
                     dist.barrier()
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Add up a tensor over all ranks, in place."""
         if self.world > 1:
-            with self.together():
+            with self.collective():
                 dist.all_reduce(tensor)
         return tensor
 
     @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
-        """For what waits for the other ranks: UserError where one of them has ended. (NCCL
+    def collective(self) -> Iterator[None]:
+        """Around what waits for the other ranks: UserError where one of them has ended. (NCCL
         raises nothing: see end_when_late.)"""
         try:
             yield
@@ -68,11 +78,11 @@ class Ranks:
             if not (isinstance(e, dist.DistError) or GLOO.search(str(e))):
                 raise  # of this rank's own
             raise UserError(
-                f"rank {self.rank} has lost another rank: that one was killed, or says its reason"
-                f" itself; {again()} to continue from the last state"
+                f"rank {self.rank} has lost another rank: it was killed, or its own log"
+                f" says why it ended; {again()} to continue from the last state"
             ) from None
 
-    def agree(self, ok: bool) -> bool:
+    def all_ok(self, ok: bool) -> bool:
         """Whether all ranks are ok; waits for all of them."""
         if self.world == 1:
             return ok
@@ -87,7 +97,7 @@ ALONE = Ranks()
 class GradientSum:
     """Adds up gradients over all ranks, each while the next ones are computed.
 
-    All ranks must begin their sums in one order, whatever order their gradients are done in.
+    All ranks must start their sums in one order, whatever order their gradients are done in.
 
     Args:
         parameters: in that order; best in that of the backward pass.
@@ -96,25 +106,25 @@ class GradientSum:
     def __init__(self, ranks: Ranks, parameters: Sequence[torch.Tensor]):
         self.ranks, self._left = ranks, deque(parameters)
         self._done: set[torch.Tensor] = set()
-        self._begun: list[dist.Work] = []
+        self._pending: list[dist.Work] = []
 
     def done(self, parameter: torch.Tensor) -> None:
-        """This rank's gradient of the parameter is whole."""
+        """This rank's gradient of the parameter is complete."""
         self._done.add(parameter)
-        with self.ranks.together():
+        with self.ranks.collective():
             while self._left and self._left[0] in self._done:
                 gradient = self._left.popleft().grad
-                self._begun.append(dist.all_reduce(gradient, async_op=True))
+                self._pending.append(dist.all_reduce(gradient, async_op=True))
 
     def finish(self) -> None:
-        """Begin what is left, with zeros where this rank has nothing, and have the work that
+        """Start what is left, with zeros where this rank has nothing, and have the work that
         follows wait for all sums."""
         for parameter in list(self._left):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             self.done(parameter)
-        with self.ranks.together():
-            for work in self._begun:
+        with self.ranks.collective():
+            for work in self._pending:
                 work.wait()
 
 
@@ -156,9 +166,9 @@ def end_when_late(seconds: float = LATE_SECONDS) -> None:
             pass
         time.sleep(seconds)
         report_error(
-            f"{seconds:g} s after the signal this rank still waits for another one, which was"
-            f" killed or says its reason itself, or it still computes; {again()} to continue from"
-            " the last state"
+            f"{seconds:g} s after the signal this rank still waits for another one (killed, or"
+            f" ended by an error that its own log shows), or it still computes; {again()} to"
+            " continue from the last state"
         )
         os._exit(1)
 

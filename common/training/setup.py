@@ -3,82 +3,119 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from common.draft.checkpoint import initialize_from
 from common.draft.config import DraftShape
-from common.draft.linear_products import Products
+from common.draft.linear_products import LinearProducts
+from common.draft.model import Eagle3Draft, initialize
+from common.draft.packed_row import PackedRow
 from common.manifest import Output
-from common.progress import log
-from common.training import optimizers, packing
-from common.training.inputs import Data
+from common.training.heldout import HeldOut, heldout_counts
+from common.training.inputs import TrainData
 from common.training.loader import RowReader
-from common.training.packing import Step
+from common.training.optimizers import make_optimizers
+from common.training.packing import Step, pack_rows
 from common.training.ranks import Ranks
+from common.training.settings import TrainSettings
 from common.training.state import latest_state, load_state
-from common.training.step import Teacher
-from common.training.step_log import HeldOut
-from common.training.trainer import Trainer, build
+from common.training.step import Target, Trainer
 from common.verifier.config import Verifier
+from common.verifier.tensors import read_tensors
 
 
 @dataclass(frozen=True)
-class Job:
-    """What a run trains, once everything is checked."""
+class TrainJob:
+    """What a run trains, once everything is checked.
 
+    settings: resolved; train, held: samples, index → tokens; steps: of the complete run.
+    """
+
+    settings: TrainSettings
     output: Output
-    model: Verifier
+    verifier: Verifier
     shape: DraftShape
-    data: Data
-    train: dict[int, int]  # index → tokens
+    data: TrainData
+    train: dict[int, int]
     held: dict[int, int]
     steps: list[Step]
 
-    def step_tokens(self, step: Step) -> int:
-        return sum(self.train[i] for row in step.rows for i in row)
-
 
 @dataclass(frozen=True)
-class Loaded:
-    """What a run works with: `reader` of the training rows, `held` the held-out measure; `begun`
-    and `spent`, the steps of earlier runs and their seconds."""
+class Training:
+    """What a run works with: `reader` of the training rows; `start_step` and `seconds`, the steps
+    of earlier runs and their time."""
 
     trainer: Trainer
-    teacher: Teacher
     reader: RowReader
-    held: HeldOut
-    begun: int
-    spent: float
+    heldout: HeldOut
+    start_step: int
+    seconds: float
 
 
-def load(args, job: Job, device: str, dtype: torch.dtype, ranks: Ranks) -> Loaded:
-    """Build the draft and what trains it, and go on from the newest state."""
-    data = job.data
-    teacher, draft = build(job.model, job.shape, data.maps[0], device, dtype, args.seed)
-    draft.lm_head.weight.requires_grad_(args.train_lm_head)
-    states = Path(args.output_dir) / "state"
-    newest = None if args.overwrite else latest_state(states)
-    if args.init_from and newest is None:
-        taken = initialize_from(Path(args.init_from), draft, teacher.target_D)
-        if ranks.first:
-            log(f"train: starts from {args.init_from}, with {taken} rows of its head")
-    optim = optimizers.make_optimizers(
-        draft, args.optimizer, args.lr, args.weight_decay, ranks.world
+def set_up(job: TrainJob, ranks: Ranks) -> Training:
+    """Build the draft and what trains it, and resume from the newest state."""
+    settings, data = job.settings, job.data
+    target, draft = build_draft(job)
+    draft.lm_head.weight.requires_grad_(settings.train_lm_head)
+    newest = None if settings.overwrite else latest_state(settings.out / "state")
+    if settings.init_from and newest is None:
+        taken = initialize_from(Path(settings.init_from), draft, target.token_D)
+        ranks.log(f"train: starts from {settings.init_from}, with {taken} rows of its head")
+    optimizers = make_optimizers(
+        draft, settings.optimizer, settings.lr, settings.weight_decay, ranks.world
     )
-    products = Products(dtype, args.float8)
-    trainer = Trainer(draft, products, optim, args.clip, ranks)
-    held_rows = packing.pack_rows(job.held, args.max_batch_tokens, None)
+    linears = LinearProducts(settings.dtype, settings.float8)
+    trainer = Trainer(draft, target, linears, optimizers, settings.clip, ranks)
+    held_rows = pack_rows(job.held, settings.max_batch_tokens, None)
     lengths = job.train | job.held
     rows_of_all = [row for step in job.steps for row in step.rows] + held_rows
     longest = max(sum(lengths[i] for i in row) for row in rows_of_all)
     reader, held_reader = (
-        RowReader(data.hidden, data.samples, args.ttt_steps, rule, longest, device == "cuda")
-        for rule in (args.loss_rule, "answer")
+        RowReader(
+            data.hidden, data.samples, settings.ttt_steps, rule, longest, settings.device == "cuda"
+        )
+        for rule in (settings.loss_rule, "answer")
     )
-    held = HeldOut(trainer, teacher, held_reader, held_rows, args.patience)
-    begun, spent = 0, 0.0
-    if newest is not None:
-        saved, best_weights = load_state(newest, trainer)
-        held.restore(saved, best_weights)
-        begun, spent = saved["step"], saved["seconds"]
-    return Loaded(trainer, teacher, reader, held, begun, spent)
+    heldout = HeldOut(trainer, held_reader, held_rows, settings.patience)
+    if newest is None:
+        return Training(trainer, reader, heldout, 0, 0.0)
+    saved, best_weights = load_state(newest, trainer)
+    heldout.restore(saved, best_weights)
+    return Training(trainer, reader, heldout, saved["step"], saved["seconds"])
+
+
+def build_draft(job: TrainJob) -> tuple[Target, Eagle3Draft]:
+    """Return (target, fresh float32 draft) on the device; of the verifier, three tensors are
+    read."""
+    device, dtype, d2t = job.settings.device, job.settings.dtype, job.data.d2t
+    tensors = read_tensors(job.verifier, ("embed_tokens", "lm_head", "norm"))
+    token_D = torch.from_numpy(d2t + np.arange(len(d2t))).to(device)
+    head_VH = tensors["lm_head"].to(device)
+    target = Target(
+        embed_VH=tensors["embed_tokens"].to(device, dtype),
+        head_VH=head_VH.to(dtype),
+        head_DH=head_VH[token_D].to(dtype),
+        norm_H=tensors["norm"].to(device, torch.float32),
+        eps=job.verifier.rms_norm_eps,
+        token_D=token_D,
+    )
+    torch.manual_seed(job.settings.seed)
+    with torch.device(device):
+        draft = Eagle3Draft(job.shape)
+    initialize(draft, head_VH[token_D])
+    return target, draft
+
+
+def compile_warm_up(trainer: Trainer, row: PackedRow) -> None:
+    """Run everything that compiles once, on a GPU, and forget it.
+
+    Kernels are made for the sizes first seen. A run that resumes starts at another step, and would
+    get others, with other last bits, if the first row were not always the same.
+    """
+    trainer.backward(row, [1.0] * len(row.tokens_KN))
+    for parameter in trainer.draft.parameters():
+        parameter.grad = None
+    heldout_counts(trainer.draft, trainer.eval_linears, trainer.target, row)
+    torch.cuda.synchronize()
