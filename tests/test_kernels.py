@@ -3,9 +3,12 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+
+from common.draft.attention import merge_own_keys_plain
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -19,6 +22,11 @@ def test_kernels_are_their_plain_forms():
     assert result.stdout.split() == ["same", "same", "same"]
 
 
+def test_own_keys_merged_by_torch_are_the_plain_form():
+    check_own_keys(merge_own_keys_plain, 8, 8, 64)
+    check_own_keys(merge_own_keys_plain, 6, 2, 20)
+
+
 def plain(q, base, lse, k0, v0, k1, v1):
     """The softmax over the base block and two own keys, written out."""
     times, scale = q.shape[1] // k0.shape[1], q.shape[2] ** -0.5
@@ -30,10 +38,8 @@ def plain(q, base, lse, k0, v0, k1, v1):
     return out
 
 
-def check_own_keys(h: int, g: int, d: int) -> None:
+def check_own_keys(merge: Callable[..., torch.Tensor], h: int, g: int, d: int) -> None:
     """Output and all gradients; 11 query positions do not fill the last program."""
-    from common.draft.attention_kernel import merge_own_keys
-
     torch.manual_seed(0)
     N = 11
     x = {"q": torch.randn(N, h, d), "base": torch.randn(N, h, d), "lse": torch.randn(N, h)}
@@ -42,7 +48,7 @@ def check_own_keys(h: int, g: int, d: int) -> None:
     ours = {name: v.clone().requires_grad_() for name, v in x.items()}
     want = plain(**exact)
     keys, values = [ours["k0"], ours["k1"]], [ours["v0"], ours["v1"]]
-    found = merge_own_keys(ours["q"], ours["base"], ours["lse"], keys, values)
+    found = merge(ours["q"], ours["base"], ours["lse"], keys, values)
     weight = torch.randn_like(found)
     (want * weight.double()).sum().backward()
     (found * weight).sum().backward()
@@ -79,6 +85,10 @@ def check_casts() -> None:
 
 
 if __name__ == "__main__":
-    check_own_keys(8, 8, 64)
-    check_own_keys(6, 2, 20)  # shared key/value heads; sizes that are no powers of two
+    from common.draft.attention_kernel import merge_own_keys
+
+    check_own_keys(merge_own_keys, 8, 8, 64)
+    check_own_keys(
+        merge_own_keys, 6, 2, 20
+    )  # shared key/value heads; sizes that are no powers of two
     check_casts()
