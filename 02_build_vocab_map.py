@@ -7,11 +7,14 @@ those that occur at loss positions.
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from common import artifacts, cli, errors, progress
 from common.data.settings import VocabSettings
 from common.manifest import Output, Stage
+
+if TYPE_CHECKING:
+    from common.verifier.config import Verifier
 
 STAGE = "vocab"
 SIZES = 8000, 16000, 32000, 64000  # vocabularies whose coverage is recorded beside the chosen one
@@ -60,18 +63,11 @@ def main() -> None:
             f"--draft-vocab-size {size} is over the verifier's {verifier.vocab_size} tokens"
         )
     special = vocab_map.special_ids(verifier)
-    decisive = {
-        "draft_vocab_size": size,
-        "target_vocab_size": verifier.vocab_size,
-        "max_samples": settings.max_samples,
-        "weights": weights,
-        "special_ids": artifacts.sha256_json(sorted(special)),
-    }
     prepared = [samples.prepared_identity(folder) for folder in folders]
     for folder in folders:
         samples.check_tokenizer(folder, verifier)
-    inputs = {"prepared": prepared if len(prepared) > 1 else prepared[0]}
-    output = Output(out, Stage(STAGE, decisive, inputs), settings.overwrite)
+    stage = stage_of(settings, verifier, weights, special, prepared)
+    output = Output(out, stage, settings.overwrite)
     state = output.earlier_run()
     if state == "complete":
         progress.log(f"vocab: {out} is complete (--overwrite makes it again)")
@@ -109,6 +105,24 @@ def main() -> None:
         output.finish(figures, digest, seconds)
     vocab_map.draw_coverage(out / "coverage.png", counts_V, size)
     progress.log(f"vocab: {text}; {progress.duration(seconds)} -> {out}")
+
+
+def stage_of(
+    settings: VocabSettings,
+    verifier: "Verifier",
+    weights: list[float] | None,
+    special: set[int],
+    prepared: list[str],
+) -> Stage:
+    """What decides the map; hashed into the manifest."""
+    decisive = {
+        "draft_vocab_size": settings.draft_vocab_size,
+        "target_vocab_size": verifier.vocab_size,
+        "max_samples": settings.max_samples,
+        "weights": weights,
+        "special_ids": artifacts.sha256_json(sorted(special)),
+    }
+    return Stage(STAGE, decisive, {"prepared": prepared if len(prepared) > 1 else prepared[0]})
 
 
 def summary(figures: dict[str, Any], size: int, vocab_size: int, weighted: bool) -> str:

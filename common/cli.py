@@ -87,7 +87,7 @@ def path_text(text: str) -> str:
 
 
 def as_settings(args: argparse.Namespace, kind: type[T]) -> T:
-    """The parsed flags as the script's settings: a dataclass with a field a flag."""
+    """The parsed flags as the script's settings: a dataclass with one field per flag."""
     return kind(**{f.name: getattr(args, f.name) for f in dataclasses.fields(kind)})  # type: ignore[arg-type]
 
 

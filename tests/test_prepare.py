@@ -126,7 +126,7 @@ def test_sources_mix_by_weight(tmp_path):
         ("a.jsonl,weight=-1", "weight is a number over 0"),
         ("a.jsonl,form=chat", "form is one of messages"),
         ("a.jsonl,weight=1", "weights share out --max-samples"),
-        ("a.jsonl,split=test", "split is for hub data sets alone"),
+        ("a.jsonl,split=test", "split is for hub data sets only"),
         (".", "no .jsonl, .json, .parquet in this folder"),
     ],
 )

@@ -140,7 +140,7 @@ class Template:
         """Tokenize a conversation into one sample, or several where history is rewritten.
 
         Raises RowError when no turn is the assistant's, and where the tokens of an answer cannot be
-        told with certainty.
+        determined with certainty.
         """
         turns = [n for n, m in enumerate(messages) if m["role"] == "assistant"]
         if not turns:
@@ -233,7 +233,7 @@ class Template:
         return Split(prompt, thought + END_THINK + gap + rest[rest.index(kept) :], [])
 
     def headers(self, before: list[dict], finished: str, tools: list | None) -> Headers:
-        """See Headers; RowError where a finished rendering does not go on from its prompt."""
+        """See Headers; RowError where a finished rendering does not continue its prompt."""
         answer = {"role": "assistant", "content": ANSWER}
         start = self.render([*before, answer], False, tools).find(ANSWER)
         last = [*before[:-1], before[-1] | {"content": MESSAGE}]

@@ -75,7 +75,7 @@ def parse_source(text: str, flag: str = "--dataset") -> Source:
         of_hub = [key for key in ("config", "split", "revision") if key in options]
         if of_hub:
             raise UserError(
-                f"{flag} {text}: {of_hub[0]} is for hub data sets alone; name the file itself"
+                f"{flag} {text}: {of_hub[0]} is for hub data sets only; name the file itself"
             )
         files = tuple(local_files(Path(name)))
     else:
@@ -329,7 +329,7 @@ def drop_nulls(value: Any) -> Any:
 
 
 def read_hub(source: Source) -> Iterator[Row]:
-    """Stream a split of a hub data set, so that only the rows asked for travel."""
+    """Stream a split of a hub data set, so that only the rows read are downloaded."""
     import datasets
 
     try:
