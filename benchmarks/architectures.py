@@ -3,12 +3,11 @@
 Usage: python benchmarks/architectures.py [--tp-size N...] [NAME...]
 NAME is one of tests/tiny_models.py, default all.
 
-The checks of tests/test_architectures.py, with the batches in a second order. One JSON line a
-family and size.
+The checks of tests/test_architectures.py, with the samples in a second order of batches. One JSON
+line per family and size.
 """
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -18,9 +17,9 @@ from typing import Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.processes import ROOT, finish, show, start, write_jsonl
 from tests.test_architectures import (
     LOGPROB_GATE,
     ORDER_GATE,
@@ -41,10 +40,10 @@ def main() -> None:
     for name in a.names:
         folder = Path(tempfile.mkdtemp())
         path = ARCHITECTURES[name](folder / "model")
-        (folder / "tokenized_data.jsonl").write_text("".join(json.dumps(r) + "\n" for r in ROWS))
+        write_jsonl(folder / "tokenized_data.jsonl", ROWS)
         expected = transformers_states(path)
         for ranks in a.tp_size:
-            print(json.dumps(check(name, folder, ranks, expected)), flush=True)
+            show(**check(name, folder, ranks, expected))
 
 
 def check(name: str, folder: Path, ranks: int, expected: Any) -> dict[str, Any]:
@@ -57,24 +56,25 @@ def check(name: str, folder: Path, ranks: int, expected: Any) -> dict[str, Any]:
     layers = [1, 3, n - 2, n - 1]
     side_by_side = torch.cuda.device_count() >= 2 * ranks
 
-    def start(out: Path, first_gpu: int, *more: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, str(ROOT / "03_extract_hidden_states.py"),
-                   "--model-path", str(path), "--prepared-data", str(folder),
-                   "--output-dir", str(out), "--layers", *map(str, layers), "--max-seq-len", "256",
-                   "--gpu-memory-utilization", "0.05", "--tp-size", str(ranks), *more]  # fmt: skip
+    def extract(out: Path, first_gpu: int, *more: object) -> subprocess.Popen[bytes]:
         gpus = {"CUDA_VISIBLE_DEVICES": ",".join(str(first_gpu + n) for n in range(ranks))}
-        return subprocess.Popen(command, env=os.environ | (gpus if side_by_side else {}))
+        return start(
+            out.with_suffix(".log"), ROOT / "03_extract_hidden_states.py", "--model-path", path,
+            "--prepared-data", folder, "--output-dir", out, "--layers", *layers,
+            "--max-seq-len", 256, "--gpu-memory-utilization", 0.05, "--tp-size", ranks, *more,
+            env=os.environ | (gpus if side_by_side else {}),
+        )  # fmt: skip
 
     def states_of(out: Path) -> list[torch.Tensor]:
         return [read_hidden(hidden_file(out, i))[0].float() for i in range(len(ROWS))]
 
     one, other = folder / f"one{ranks}", folder / f"other{ranks}"
-    first = start(one, 0, "--max-batch-tokens", "512")
+    first = extract(one, 0, "--max-batch-tokens", 512)
     if not side_by_side:
         first.wait()
-    second = start(other, ranks, "--max-batch-tokens", "300", "--batch-size", "3")
-    if first.wait() or second.wait():
-        sys.exit(f"03 failed on {name} at TP={ranks}")
+    second = extract(other, ranks, "--max-batch-tokens", 300, "--batch-size", 3)
+    for process, out in ((first, one), (second, other)):
+        finish(process, out.with_suffix(".log"))
     states, other_states = states_of(one), states_of(other)
     want, logprobs = expected
     found = {"model": model, "states": states, "logprobs": logprobs}

@@ -1,11 +1,11 @@
 """Parts of benchmarks/extraction.sh: random verifiers of two shapes, data, plain prefill, disk.
 
     model KIND DIR     a random-weight checkpoint (llama8b, kimi8), made on the GPU
-    data FOLDER        1000 samples of 100 to 2048 tokens, 503,619 in all, as 01 writes them
+    data DIR           1000 samples of 100 to 2048 tokens, 503,619 in all, as 01 writes them
     plain MODEL DATA   the limit: vLLM's eager prefill of the same samples, nothing captured
     disk DIR           write rate of a disk: as many threads as 03 uses, 29 MB files, fsync
     touch DIR          the same, to use a virtual machine's memory once: the first use is slow
-    report FOLDER NAME one line of a finished hidden-states folder: tok/s from the first pass to
+    report DIR NAME    one line of a finished hidden-states folder: tok/s from the first batch to
                        the last file, as 03 says it; `run_s` is the process's, loading included
 
 Each prints one JSON line.
@@ -23,6 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.processes import show, write_jsonl
 from common.artifacts import atomic_file
 from common.data.samples import FILE, read_samples
 
@@ -113,7 +114,7 @@ def layer_shapes(c: dict, layer: int) -> dict[str, list[int]]:
 
 
 def make_model(kind: str, folder: Path, device: str) -> None:
-    """Write a checkpoint, a file a layer, weights of standard deviation 0.02."""
+    """Write a checkpoint, one file per layer, weights of standard deviation 0.02."""
     import torch
     from safetensors.torch import save_file
 
@@ -171,19 +172,18 @@ def mask_of(length: int) -> list[int]:
 
 
 def make_data(folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    rows = [
-        {"id": f"s{n}", "input_ids": ids, "loss_mask": mask_of(len(ids))}
-        for n, ids in enumerate(sample_ids())
-    ]
-    (folder / FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    samples = enumerate(sample_ids())
+    write_jsonl(
+        folder / FILE,
+        ({"id": f"s{n}", "input_ids": ids, "loss_mask": mask_of(len(ids))} for n, ids in samples),
+    )
 
 
-def plain(model: str, data: Path, batch_tokens: int, utilization: float, ranks: int) -> dict:
-    """tok/s of vLLM's own eager prefill, all samples submitted at once; the better of two."""
+def plain(model: str, data: Path, batch_tokens: int, utilization: float, tp_size: int) -> dict:
+    """tok/s of vLLM's own eager prefill, all samples submitted together; the better of two."""
     from common.verifier import engine
 
-    engine.prepare_environment(ranks)
+    engine.prepare_environment(tp_size)
     from vllm import LLM, SamplingParams
 
     rows = [s.input_ids.tolist() for s in read_samples(data)]
@@ -196,16 +196,16 @@ def plain(model: str, data: Path, batch_tokens: int, utilization: float, ranks: 
         max_num_batched_tokens=batch_tokens,
         enable_prefix_caching=False,
         gpu_memory_utilization=utilization,
-        tensor_parallel_size=ranks,
+        tensor_parallel_size=tp_size,
     )
     params = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
     prompts: Any = [{"prompt_token_ids": ids} for ids in rows]
     llm.generate(prompts[:64], params, use_tqdm=False)
     seconds = []
     for _ in range(2):
-        began = time.monotonic()
+        started = time.monotonic()
         llm.generate(prompts, params, use_tqdm=False)
-        seconds.append(time.monotonic() - began)
+        seconds.append(time.monotonic() - started)
     tokens = sum(map(len, rows))
     return {
         "what": "plain prefill",
@@ -227,15 +227,14 @@ def disk(folder: Path, gigabytes: int) -> dict:
             f.write(data)
 
     folder.mkdir(parents=True, exist_ok=True)
-    began = time.monotonic()
+    started = time.monotonic()
     with ThreadPoolExecutor(WRITERS) as pool:
         list(pool.map(write, range(count)))
-    seconds = time.monotonic() - began
+    seconds = time.monotonic() - started
     for path in folder.glob("rate-*"):
         path.unlink()
     rate = count * len(data) / 1e9 / seconds
     return {
-        "what": "disk",
         "threads": WRITERS,
         "seconds": round(seconds, 2),
         "GB_s": round(rate, 2),
@@ -243,6 +242,7 @@ def disk(folder: Path, gigabytes: int) -> dict:
 
 
 def report(folder: Path, name: str) -> dict:
+    """Rates of a finished hidden-states folder, from its manifest."""
     found = json.loads((folder / "data_config.json").read_text())
     seconds, tokens = found["extract_seconds"], found["total_tokens"]
     return {
@@ -251,36 +251,46 @@ def report(folder: Path, name: str) -> dict:
         "seconds": seconds,
         "tok_s": round(tokens / seconds),
         "GB_s": round(found["bytes"] / 1e9 / seconds, 2),
-        "passes": found["counts"]["forward_passes"],
+        "batches": found["counts"]["forward_passes"],
         "run_s": found["elapsed_seconds"],
     }
 
 
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    p.add_argument("part", choices=["model", "data", "plain", "disk", "touch", "report"])
-    p.add_argument("args", nargs="+")
-    p.add_argument("--batch-tokens", type=int, default=8192)
-    p.add_argument("--gpu-memory-utilization", type=float, default=0.85)
-    p.add_argument("--tp-size", type=int, default=1)
-    p.add_argument("--device", default="cuda")
-    p.add_argument("--gigabytes", type=int, default=12)
+    parts = p.add_subparsers(dest="part", required=True)
+    model = parts.add_parser("model")
+    model.add_argument("kind", choices=list(KINDS))
+    model.add_argument("dir", type=Path)
+    model.add_argument("--device", default="cuda")
+    parts.add_parser("data").add_argument("dir", type=Path)
+    prefill = parts.add_parser("plain")
+    prefill.add_argument("model")
+    prefill.add_argument("data", type=Path)
+    prefill.add_argument("--max-batch-tokens", type=int, default=8192)
+    prefill.add_argument("--gpu-memory-utilization", type=float, default=0.85)
+    prefill.add_argument("--tp-size", type=int, default=1)
+    for name in ("disk", "touch"):
+        rate = parts.add_parser(name)
+        rate.add_argument("dir", type=Path)
+        rate.add_argument("--gigabytes", type=int, default=12)
+    finished = parts.add_parser("report")
+    finished.add_argument("dir", type=Path)
+    finished.add_argument("name")
     a = p.parse_args()
-    began = time.monotonic()
-    found: dict = {"what": a.part}
+    started = time.monotonic()
+    found: dict = {}
     if a.part == "model":
-        make_model(a.args[0], Path(a.args[1]), a.device)
+        make_model(a.kind, a.dir, a.device)
     elif a.part == "data":
-        make_data(Path(a.args[0]))
+        make_data(a.dir)
     elif a.part == "plain":
-        model, data = a.args[0], Path(a.args[1])
-        ranks = a.tp_size
-        found = plain(model, data, a.batch_tokens, a.gpu_memory_utilization, ranks)
-    elif a.part in ("disk", "touch"):
-        found = disk(Path(a.args[0]), a.gigabytes) | {"what": a.part}
+        found = plain(a.model, a.data, a.max_batch_tokens, a.gpu_memory_utilization, a.tp_size)
+    elif a.part == "report":
+        found = report(a.dir, a.name)
     else:
-        found = report(Path(a.args[0]), a.args[1])
-    print(json.dumps(found | {"whole_s": round(time.monotonic() - began, 1)}), flush=True)
+        found = disk(a.dir, a.gigabytes)
+    show(**({"what": a.part} | found), total_s=round(time.monotonic() - started, 1))
 
 
 if __name__ == "__main__":

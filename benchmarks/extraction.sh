@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Stage 3 against vLLM's plain prefill on one GPU, all in one run: a random verifier of a real
-# shape (llama8b or kimi8), 1000 samples, 503,619 tokens. Prints a JSON line a measurement.
+# shape (llama8b or kimi8), 1000 samples, 503,619 tokens. Prints a JSON line per measurement.
 # Usage: [PARTS="plain ram"] [TP=2] benchmarks/extraction.sh KIND FAST_DIR DISK_DIR
 # FAST_DIR is a RAM disk of 70 GB. PARTS: plain, ram, disk (its write rate before and after the
-# extraction), four (samples a pass), fp8, peer.
+# extraction), four (samples per batch), fp8, peer.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 KIND=$1 FAST=$2 DISK=$3 TP=${TP:-1}

@@ -1,11 +1,12 @@
 """Stages 3 and 4 on one and on several GPUs of a box: same numbers, how fast, and what a killed
-rank costs. Prints a JSON line a measurement.
+rank costs. Prints a JSON line per measurement.
 
     python benchmarks/many_gpus.py FAST DISK --sizes 1 2 4 8
 
 FAST: a RAM disk for the verifier, of Kimi-K2.5's shape with eight layers and random weights, and
-the states (30 GB a size, two at once); DISK: drafts. --parts in any number of calls on one machine,
-extract first. On CPUs for a try: --verifier, --data, --layers and --draft-shape of a tiny one.
+the states (30 GB per size, two of them at a time); DISK: drafts. --parts in any number of calls on
+one machine, extract first. To try it on CPUs: --verifier, --data, --layers and --draft-shape of a
+tiny one.
 """
 
 import argparse
@@ -13,22 +14,23 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import psutil
 import torch
 
 from benchmarks.extraction import make_data, make_model, report
+from benchmarks.processes import ROOT, must, show, start, wait_until
 from common.states.files import hidden_file, read_hidden
+from common.states.journal import read_entries
 
-# of Kimi-K2.5's published drafts
+# the shape of AQ-MedAI/Kimi-K2-Instruct-eagle3, as in configs/kimi-k2.5.yaml
 KIMI_DRAFT = (
     '{"intermediate_size": 18432, "num_attention_heads": 64, "num_key_value_heads": 64,'
     ' "head_dim": 128, "rope_theta": 1e6, "rms_norm_eps": 1e-6}'
@@ -61,29 +63,9 @@ def main() -> None:
         a.data = a.fast / "data"
         make_data(a.data)
     if max(a.sizes) == 1 and {"kill-extract", "kill-train"} & set(a.parts):
-        p.error("a rank is killed of several: --sizes over 1")
+        p.error("kill-extract and kill-train kill one rank of several: --sizes needs one over 1")
     for part in a.parts:
         PARTS[part](a)
-
-
-def show(**found: Any) -> None:
-    print(json.dumps(found), flush=True)
-
-
-def start(log: Path, *command: Any) -> subprocess.Popen[bytes]:
-    with open(log, "w") as out:
-        return subprocess.Popen(
-            [sys.executable, *map(str, command)], cwd=ROOT, stdout=out, stderr=out
-        )
-
-
-def must(log: Path, *command: Any) -> str:
-    """Run a script to its end; returns what it printed."""
-    code = start(log, *command).wait()
-    text = log.read_text()
-    if code:
-        sys.exit(f"{log}: status {code}\n" + "\n".join(text.splitlines()[-8:]))
-    return text
 
 
 # ---------------------------------------------------------------- stage 3
@@ -91,7 +73,7 @@ def must(log: Path, *command: Any) -> str:
 
 def extraction(a: argparse.Namespace, size: int, out: Path, *more: str) -> list[Any]:
     return [
-        "03_extract_hidden_states.py", "--model-path", a.verifier, "--prepared-data", a.data,
+        ROOT / "03_extract_hidden_states.py", "--model-path", a.verifier, "--prepared-data", a.data,
         "--output-dir", out, "--layers", *a.layers, "--tp-size", size,
         "--gpu-memory-utilization", 0.85, "--max-batch-tokens", a.max_batch_tokens, *more,
     ]  # fmt: skip
@@ -131,15 +113,17 @@ def difference(one: Path, other: Path) -> dict[str, float]:
 
 
 def training(a: argparse.Namespace, size: int, out: Path, *more: Any) -> list[Any]:
-    """04 on `size` GPUs; every size takes the same rows a step."""
+    """04 on `size` GPUs; every size takes the same number of rows per step."""
     vocab = a.fast / "map"
     if not (vocab / "data_config.json").exists():
-        must(a.disk / "vocab.log", "02_build_vocab_map.py", "--model-path", a.verifier,
-             "--prepared-data", a.data, "--output-dir", vocab,
-             "--draft-vocab-size", a.draft_vocab_size)  # fmt: skip
+        must(
+            a.disk / "vocab.log", ROOT / "02_build_vocab_map.py", "--model-path", a.verifier,
+            "--prepared-data", a.data, "--output-dir", vocab,
+            "--draft-vocab-size", a.draft_vocab_size,
+        )  # fmt: skip
     launch = ["-m", "torch.distributed.run", "--nproc-per-node", size] if size > 1 else []
     return [
-        *launch, "04_train.py", "--model-path", a.verifier, "--prepared-data", a.data,
+        *launch, ROOT / "04_train.py", "--model-path", a.verifier, "--prepared-data", a.data,
         "--vocab-map", vocab, "--hidden-states", states_folder(a, a.sizes[0]), "--output-dir", out,
         "--layers", *a.layers, "--draft-shape", a.draft_shape, "--lr", 1e-4,
         "--heldout-fraction", 0, "--epochs", a.epochs, "--max-batch-tokens", a.max_batch_tokens,
@@ -183,20 +167,19 @@ def train(a: argparse.Namespace) -> None:
 
 
 def kill_extract(a: argparse.Namespace) -> None:
-    """SIGKILL of the last rank's process in mid-work, then the same command again."""
+    """SIGKILL of the last rank's process while batches run, then the same command again."""
     out = a.fast / "killed"
     shutil.rmtree(out, ignore_errors=True)
 
-    def begun() -> bool:
-        journal = out / "journal.jsonl"
-        return journal.exists() and journal.read_bytes().count(b"\n") > 20
+    def well_under_way() -> bool:
+        return len(read_entries(out)) > 20
 
-    killed("extract", a, extraction(a, max(a.sizes), out), begun, "VLLM::Worker")
+    killed("extract", a, extraction(a, max(a.sizes), out), well_under_way, "VLLM::Worker")
     shutil.rmtree(out)
 
 
 def kill_train(a: argparse.Namespace) -> None:
-    """The same of stage 4."""
+    """The same in stage 4, once a state is saved."""
     draft = a.disk / "killed"
     shutil.rmtree(draft, ignore_errors=True)
     command = training(a, max(a.sizes), draft, "--save-every", 20)
@@ -208,19 +191,21 @@ def kill_train(a: argparse.Namespace) -> None:
     shutil.rmtree(draft)
 
 
-def killed(what: str, a: argparse.Namespace, command: list[Any], ready: Any, rank: str) -> None:
+def killed(
+    what: str, a: argparse.Namespace, command: list[Any], ready: Callable[[], bool], rank: str
+) -> None:
+    """Kill the last process whose name or command line holds `rank` once `ready`; show how the
+    others end, and that the same command then resumes."""
     log = a.disk / f"kill-{what}.log"
     process = start(log, *command)
-    while process.poll() is None and not ready():
-        time.sleep(0.01)
-    if process.poll() is not None:
+    if not wait_until(ready, process, 0.01) or process.poll() is not None:
         sys.exit(f"{log}: ended before it could be killed\n{log.read_text()[-2000:]}")
     children = psutil.Process(process.pid).children(recursive=True)
     ranks = [p for p in children if rank in p.name() or rank in " ".join(p.cmdline())]
     os.kill(ranks[-1].pid, signal.SIGKILL)
-    began = time.monotonic()
+    killed_at = time.monotonic()
     code = process.wait()
-    seconds = time.monotonic() - began
+    seconds = time.monotonic() - killed_at
     errors = [x for x in log.read_text().splitlines() if x.startswith("error:") or "SIGKILL" in x]
     must(a.disk / f"resume-{what}.log", *command)
     show(

@@ -11,27 +11,26 @@ the first request to the last file. Needs speculators, datasets and vLLM's serve
 """
 
 import argparse
+import contextlib
 import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.request
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.processes import finish, served, show, start
 from common.data.samples import read_samples
 
-START_LIMIT, CLIENT_LIMIT = 240, 120  # seconds
+CLIENT_LIMIT = 120  # seconds
 
 
 def build_tokenizer(model: Path, folder: Path) -> None:
-    """One word an id: the server wants a tokenizer for its one new token."""
+    """One word per id: the server wants a tokenizer for its one new token."""
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 
@@ -45,68 +44,54 @@ def build_tokenizer(model: Path, folder: Path) -> None:
 def build_dataset(rows: list[list[int]], folder: Path) -> None:
     from datasets import Dataset
 
-    columns = {
+    fields = {
         "input_ids": rows,
         "loss_mask": [[1] * len(ids) for ids in rows],
         "seq_len": [len(ids) for ids in rows],
     }
-    data = Dataset.from_dict(columns)
+    data = Dataset.from_dict(fields)
     data.set_format(type="torch")
     data.save_to_disk(str(folder))
 
 
-def start_server(a: argparse.Namespace, stage: Path, tokenizer: Path, log) -> subprocess.Popen:
+def server_command(args: argparse.Namespace, states: Path, tokenizer: Path) -> list[object]:
     speculative = {
         "method": "extract_hidden_states",
         "num_speculative_tokens": 1,
         "draft_model_config": {
-            "hf_config": {"eagle_aux_hidden_state_layer_ids": [i + 1 for i in a.layers]}
+            "hf_config": {"eagle_aux_hidden_state_layer_ids": [i + 1 for i in args.layers]}
         },
     }
     transfer = {
         "kv_connector": "ExampleHiddenStatesConnector",
         "kv_role": "kv_producer",
-        "kv_connector_extra_config": {"shared_storage_path": str(stage)},
+        "kv_connector_extra_config": {"shared_storage_path": str(states)},
     }
-    command = [
-        sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(a.model),
+    return [
+        "-m", "vllm.entrypoints.cli.main", "serve", args.model,
         "--speculative_config", json.dumps(speculative),
-        "--kv_transfer_config", json.dumps(transfer), "--tokenizer", str(tokenizer),
-        "--host", "127.0.0.1", "--port", str(a.port), "--dtype", "bfloat16",
-        "--max-model-len", "2304", "--max-num-batched-tokens", "8192",
-        "--gpu-memory-utilization", "0.85", "--no-enable-prefix-caching", "--enforce-eager",
-        "--generation-config", "vllm", "--api-server-count", "4", "--renderer-num-workers", "2",
+        "--kv_transfer_config", json.dumps(transfer), "--tokenizer", tokenizer,
+        "--dtype", "bfloat16", "--max-model-len", 2304, "--max-num-batched-tokens", 8192,
+        "--gpu-memory-utilization", 0.85, "--no-enable-prefix-caching", "--enforce-eager",
+        "--generation-config", "vllm", "--api-server-count", 4, "--renderer-num-workers", 2,
     ]  # fmt: skip
-    return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
 
 
-def wait_until_ready(server: subprocess.Popen, port: int) -> None:
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    deadline = time.monotonic() + START_LIMIT
-    while time.monotonic() < deadline and server.poll() is None:
-        try:
-            opener.open(f"http://127.0.0.1:{port}/v1/models", timeout=3).read()
-            return
-        except OSError:
-            time.sleep(0.5)
-    sys.exit("error: the server did not come up")
-
-
-def generate(a: argparse.Namespace, data: Path, out: Path, *more: str) -> float:
+def generate(args: argparse.Namespace, address: str, data: Path, out: Path, *more: object) -> float:
     """Seconds by the client's own account."""
-    command = [
-        sys.executable, "-m", "speculators", "generate-offline-data", "--model", str(a.model),
-        "--endpoint", f"http://127.0.0.1:{a.port}/v1", "--preprocessed-data", str(data),
-        "--output", str(out), "--concurrency", str(a.concurrency), *more,
-    ]  # fmt: skip
-    env = {**os.environ, "NO_PROXY": "*", "no_proxy": "*", "COLUMNS": "250"}
-    result = subprocess.run(
-        command, capture_output=True, text=True, env=env, timeout=CLIENT_LIMIT, check=False
-    )
-    text = result.stdout + result.stderr
-    found = re.search(r"Timing:\s+([\d.]+)s\s+elapsed", text)
-    if result.returncode or not found:
-        sys.exit(f"error: the client failed: {text[-1500:]}")
+    log = out.with_suffix(".log")
+    client = start(
+        log, "-m", "speculators", "generate-offline-data", "--model", args.model,
+        "--endpoint", f"{address}/v1", "--preprocessed-data", data, "--output", out,
+        "--concurrency", args.concurrency, *more,
+        env=os.environ | {"NO_PROXY": "*", "no_proxy": "*", "COLUMNS": "250"},
+    )  # fmt: skip
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        client.wait(CLIENT_LIMIT)
+    client.kill()
+    found = re.search(r"Timing:\s+([\d.]+)s\s+elapsed", finish(client, log))
+    if not found:
+        sys.exit(f"error: {log}: the client has not told its time")
     return float(found[1])
 
 
@@ -116,36 +101,30 @@ def main() -> None:
     p.add_argument("data", type=Path)
     p.add_argument("out", type=Path)
     p.add_argument("--layers", type=int, nargs="+", default=[2, 16, 29, 31])
-    p.add_argument("--concurrency", type=int, default=32, help="the client's default")
-    p.add_argument("--port", type=int, default=8011)
-    a = p.parse_args()
-    a.out.mkdir(parents=True)
+    p.add_argument("--concurrency", type=int, default=32, help="requests; the client's default")
+    args = p.parse_args()
+    args.out.mkdir(parents=True)
     work = Path(tempfile.mkdtemp())
-    rows = [s.input_ids.tolist() for s in read_samples(a.data)]
-    build_tokenizer(a.model, work / "tokenizer")
+    rows = [s.input_ids.tolist() for s in read_samples(args.data)]
+    build_tokenizer(args.model, work / "tokenizer")
     build_dataset(rows, work / "data")
-    with open(work / "server.log", "w") as log:
-        server = start_server(a, a.out / "stage", work / "tokenizer", log)
-        try:
-            wait_until_ready(server, a.port)
-            generate(a, work / "data", a.out / "warm", "--max-samples", "64", "--fail-on-error")
-            seconds = generate(a, work / "data", a.out / "hidden")
-        finally:
-            os.killpg(server.pid, signal.SIGTERM)
-            server.wait(30)
-    sizes = [f.stat().st_size for f in (a.out / "hidden").glob("hs_*.safetensors")]
+    command = server_command(args, args.out / "stage", work / "tokenizer")
+    with served(work / "server.log", *command) as address:
+        warm = (args.out / "warm", "--max-samples", 64, "--fail-on-error")
+        generate(args, address, work / "data", *warm)
+        seconds = generate(args, address, work / "data", args.out / "hidden")
+    sizes = [f.stat().st_size for f in (args.out / "hidden").glob("hs_*.safetensors")]
     tokens = sum(map(len, rows))
-    found = {
-        "what": "speculators",
-        "tokens": tokens,
-        "seconds": seconds,
-        "tok_s": round(tokens / seconds),
-        "files": len(sizes),
-        "GB_s": round(sum(sizes) / 1e9 / seconds, 2),
-        "concurrency": a.concurrency,
-    }
-    print(json.dumps(found), flush=True)
-    shutil.rmtree(a.out)
+    show(
+        what="speculators",
+        tokens=tokens,
+        seconds=seconds,
+        tok_s=round(tokens / seconds),
+        files=len(sizes),
+        GB_s=round(sum(sizes) / 1e9 / seconds, 2),
+        concurrency=args.concurrency,
+    )
+    shutil.rmtree(args.out)
 
 
 if __name__ == "__main__":

@@ -2,75 +2,57 @@
 
 The rows of DATA have `conversations`, the one form that theirs takes.
 Theirs renders through a running vLLM server, which this starts on this machine (its start is not
-counted). Prints a JSON line: both rates; of their rows, a turn each: how many are a beginning of
-one of ours, id for id; and over those, the places where the masks differ, by their token.
+counted). Prints a JSON line: both times; of their rows, one per turn, how many are a prefix of
+one of ours, id for id; and over those, the positions where the masks differ, by their token.
 """
 
 import argparse
 import json
-import os
-import signal
-import socket
-import subprocess
 import sys
 import time
-import urllib.request
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-LONGEST = 2048
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.processes import ROOT, must, served, show
+
+MAX_SEQ_LEN = 2048
 
 
 def main() -> None:
     p = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    for name in ("model", "data", "folder"):
-        p.add_argument(name)
+    p.add_argument("model")
+    p.add_argument("data", type=Path)
+    p.add_argument("folder", type=Path)
     args = p.parse_args()
-    model, data, folder = args.model, args.data, Path(args.folder)
+    model, data, folder = args.model, args.data, args.folder
     folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, str(ROOT / "01_prepare_data.py"), "--model-path", model]
-    command += ["--dataset", data, "--max-seq-len", str(LONGEST), "--overwrite"]
-    ours_s = timed([*command, "--output-dir", str(folder / "ours")])
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
-    server += ["--port", str(port), "--host", "127.0.0.1", "--enforce-eager"]
-    server += ["--max-model-len", str(LONGEST), "--enable-scale-out"]
-    with open(folder / "server.log", "w") as log:
-        process = subprocess.Popen(server, stdout=log, stderr=log, start_new_session=True)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        wait_for(f"{url}/v1/models", process)
-        theirs = [sys.executable, "-m", "speculators", "prepare-data", "--model", model]
-        theirs += ["--data", data, "--output", str(folder / "theirs"), "--overwrite"]
-        theirs += ["--seq-length", str(LONGEST), "--render-endpoint", url]
-        theirs_s = timed(theirs)
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-    found: dict[str, Any] = compare(folder, model)
-    found |= {"ours_s": round(ours_s, 1), "theirs_s": round(theirs_s, 1)}
-    print(json.dumps(found))
+    ours_s = timed(
+        folder / "ours.log", ROOT / "01_prepare_data.py", "--model-path", model, "--dataset", data,
+        "--max-seq-len", MAX_SEQ_LEN, "--overwrite", "--output-dir", folder / "ours",
+    )  # fmt: skip
+    server = (
+        "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--enforce-eager",
+        "--max-model-len", MAX_SEQ_LEN, "--enable-scale-out",
+    )  # fmt: skip
+    with served(folder / "server.log", *server) as address:
+        theirs_s = timed(
+            folder / "theirs.log", "-m", "speculators", "prepare-data", "--model", model,
+            "--data", data, "--output", folder / "theirs", "--overwrite",
+            "--seq-length", MAX_SEQ_LEN, "--render-endpoint", address,
+        )  # fmt: skip
+    show(**compare(folder, model), ours_s=round(ours_s, 1), theirs_s=round(theirs_s, 1))
 
 
-def timed(command: list[str]) -> float:
-    began = time.monotonic()
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return time.monotonic() - began
-
-
-def wait_for(url: str, process: subprocess.Popen) -> None:
-    while process.poll() is None:
-        try:
-            urllib.request.urlopen(url, timeout=5).close()
-            return
-        except OSError:
-            time.sleep(1)
-    sys.exit("error: the server ended; see server.log")
+def timed(log: Path, *command: Any) -> float:
+    """Seconds that a script takes."""
+    started = time.monotonic()
+    must(log, *command)
+    return time.monotonic() - started
 
 
 def compare(folder: Path, model: str) -> dict[str, Any]:
@@ -80,16 +62,16 @@ def compare(folder: Path, model: str) -> dict[str, Any]:
     tokenizer = AutoTokenizer.from_pretrained(model)
     lines = (folder / "ours" / "tokenized_data.jsonl").read_text().splitlines()
     ours = [json.loads(x) for x in lines]
-    turns = {}  # the ids up to each answer's end → the answer's places
+    turns = {}  # the ids up to each answer's end → its first position and the one after it
     for sample in ours:
         ids, mask = sample["input_ids"], sample["loss_mask"]
         closed = [*mask, 0]
         ends = [n + 1 for n, m in enumerate(mask) if m and not closed[n + 1]]
         for end in ends:
-            start = end
-            while mask[start - 1]:
-                start -= 1
-            turns[tuple(ids[:end])] = (start, end)
+            first = end
+            while mask[first - 1]:
+                first -= 1
+            turns[tuple(ids[:end])] = (first, end)
     rows = load_from_disk(str(folder / "theirs"))
     same = 0
     differ: Counter[str] = Counter()
@@ -99,9 +81,9 @@ def compare(folder: Path, model: str) -> dict[str, Any]:
         if known is None:
             continue
         same += 1
-        start, end = turns[tuple(ids[:known])]
+        first, end = turns[tuple(ids[:known])]
         for n, m in enumerate(mask):
-            if m != (start <= n < end):
+            if m != (first <= n < end):
                 differ[repr(tokenizer.decode([ids[n]])) + (" theirs" if m else " ours")] += 1
     return {
         "our_samples": len(ours),

@@ -1,4 +1,4 @@
-"""Time speculators' own EAGLE-3 training step at a draft's shape; prints a JSON line.
+"""Time speculators' own EAGLE-3 training step at a draft's shape; prints one JSON line.
 
 python benchmarks/peer_training.py       # Kimi-K2.5's draft, rows of 8192, 3 depths, CUDA
 
@@ -7,7 +7,6 @@ pure bfloat16, head frozen. The row is that of benchmarks/train_step.py.
 """
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
@@ -17,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
+from benchmarks.processes import show
 from benchmarks.train_step import WARM_UP, add_shape, random_row, shape_of, timed_alone
 from common.draft.export import speculators_config
 from common.verifier.config import Verifier
@@ -26,13 +26,13 @@ def main() -> None:
     p = argparse.ArgumentParser(description=__doc__)
     add_shape(p)
     a = p.parse_args()
-    import speculators.losses.fused as fused
     from speculators.losses import resolve_loss_config
     from speculators.models.eagle3 import Eagle3DraftModel
     from speculators.models.eagle3.data import shift_batch
 
-    # torch 2.11's dynamo cannot trace its two autotuned kernels, which share a list
-    fused.fused_kl_div_loss = torch._dynamo.disable(fused.fused_kl_div_loss)
+    from benchmarks.peer_trainer import leave_loss_uncompiled
+
+    leave_loss_uncompiled()
     torch.manual_seed(0)
     shape = shape_of(a)
     verifier = Verifier("none", {}, {}, 61, a.hidden_size, a.vocab_size, 1e-6, 8192, ())
@@ -63,7 +63,7 @@ def main() -> None:
         batch = shift_batch(batch)
         del batch["lengths"]
         batch["document_ids"] = row.sample_T[: len(batch["input_ids"])]
-        # its collate function fills the place that the shift lost, its mask wants whole rows
+        # its collate function fills the position that the shift lost: its mask wants full rows
         for k, v in batch.items():
             filling = v.new_full(
                 (a.tokens - len(v), *v.shape[1:]), -1 if k == "document_ids" else 0
@@ -74,7 +74,7 @@ def main() -> None:
     def step(n: int) -> tuple[float, float]:
         """(seconds, loss)"""
         torch.cuda.synchronize()
-        began = time.perf_counter()
+        started = time.perf_counter()
         _, loss, _ = model(
             **batches[n % len(batches)], ttt_steps=a.ttt_steps, loss_config=loss_config
         )
@@ -83,17 +83,23 @@ def main() -> None:
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         torch.cuda.synchronize()
-        return time.perf_counter() - began, float(loss)
+        return time.perf_counter() - started, float(loss)
 
     for n in range(WARM_UP):
         step(n)
     with timed_alone(a.together):
         times, losses = zip(*[step(n) for n in range(a.steps)], strict=True)
     median = sorted(times)[len(times) // 2]
-    found = {"what": "speculators' step", "tokens": a.tokens, "ttt_steps": a.ttt_steps}
-    found |= {"step_s": round(median, 4), "tok_s": round(a.tokens / median)}
-    found |= {"peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1)}
-    print(json.dumps(found | {"loss": round(losses[-1], 3), "torch": torch.__version__}))
+    show(
+        what="speculators' step",
+        tokens=a.tokens,
+        ttt_steps=a.ttt_steps,
+        step_s=round(median, 4),
+        tok_s=round(a.tokens / median),
+        peak_gib=round(torch.cuda.max_memory_allocated() / 2**30, 1),
+        loss=round(losses[-1], 3),
+        torch=torch.__version__,
+    )
 
 
 if __name__ == "__main__":

@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
 # Stage 4 against speculators' trainer on one GPU, at the shape of Kimi-K2.5's draft, all in one
-# run: the step (frozen and trained head, 3 and 7 depths), then the whole stage from files to
-# checkpoint over 10 epochs of 1000 samples (503,619 tokens, 72 % with loss). Prints JSON lines.
-# Usage: [PARTS="step whole"] benchmarks/training.sh FAST_DIR DISK_DIR
+# run: the step (frozen and trained head, 3 and 7 depths), then all of the stage, from files to
+# checkpoint, over 10 epochs of 1000 samples (503,619 tokens, 72 % with loss). Prints JSON lines.
+# Usage: [PARTS="step stage"] benchmarks/training.sh FAST_DIR DISK_DIR
 # FAST_DIR is a RAM disk of 70 GB. PARTS: step, depths7, files (which the rest makes if need be),
-# whole, whole-float8, peer-whole.
+# stage, stage-float8, peer-stage.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 FAST=$1 DISK=$2 PY=${PY:-python3}
 MODEL=$FAST/kimi8 SHAPE='"intermediate_size": 18432, "num_attention_heads": 64, "num_key_value_heads": 64, "head_dim": 128'
 timed() { # NAME COMMAND...
-    local name=$1 began=$(date +%s%3N)
+    local name=$1 started=$(date +%s%3N)
     shift
     "$@" > "$DISK/$name.log" 2>&1 || { tail -5 "$DISK/$name.log"; return 1; }
-    echo "{\"what\": \"$name\", \"seconds\": $((($(date +%s%3N) - began) / 1000))}"
+    echo "{\"what\": \"$name\", \"seconds\": $((($(date +%s%3N) - started) / 1000))}"
 }
 files() { # a random verifier of eight layers, data, map and hidden states, by 02 and 03
     [ ! -f "$FAST/hidden/data_config.json" ] || return 0
@@ -24,7 +24,7 @@ files() { # a random verifier of eight layers, data, map and hidden states, by 0
     timed extract "$PY" 03_extract_hidden_states.py --model-path "$MODEL" --layers 2 4 5 7 \
         --prepared-data "$FAST/data" --output-dir "$FAST/hidden" --gpu-memory-utilization 0.85
 }
-steps() { # FLAGS: four processes that compile at once and are timed one after another
+steps() { # FLAGS: four processes that compile side by side and are timed one after another
     local together="--together $(mktemp -d) 4" ours="benchmarks/train_step.py --rule next"
     "$PY" benchmarks/peer_training.py $1 $together &
     "$PY" $ours $1 $together --profile --no-train-lm-head &
@@ -33,14 +33,14 @@ steps() { # FLAGS: four processes that compile at once and are timed one after a
     for job in $(jobs -p); do wait "$job"; done
 }
 mkdir -p "$FAST" "$DISK"
-for part in ${PARTS:-step depths7 whole whole-float8 peer-whole}; do
+for part in ${PARTS:-step depths7 stage stage-float8 peer-stage}; do
     case $part in
     step) steps "" ;;
     files) files ;;
     depths7) steps "--ttt-steps 7 --tokens 4096" ;;
-    whole | whole-float8)
+    stage | stage-float8)
         files
-        [ $part = whole ] && more=() || more=(--float8)
+        [ $part = stage ] && more=() || more=(--float8)
         timed "$part" "$PY" 04_train.py --model-path "$MODEL" --layers 2 4 5 7 \
             --prepared-data "$FAST/data" --vocab-map "$FAST/map" --hidden-states "$FAST/hidden" \
             --output-dir "$DISK/$part" "${more[@]}" --epochs 10 --lr 1e-4 --heldout-fraction 0 \
@@ -48,7 +48,7 @@ for part in ${PARTS:-step depths7 whole whole-float8 peer-whole}; do
         tail -1 "$DISK/$part.log"
         rm -r "$DISK/$part"
         ;;
-    peer-whole)
+    peer-stage)
         files
         "$PY" tools/speculators_layout.py --prepared-data "$FAST/data" --vocab-map "$FAST/map" \
             --hidden-states "$FAST/hidden" --output-dir "$FAST/layout" | tail -1
