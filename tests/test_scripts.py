@@ -29,6 +29,7 @@ from tests.conftest import (
     wait_until,
     write_jsonl,
 )
+from tests.test_logs import not_ours
 
 SCRIPTS = [
     "01_prepare_data.py",
@@ -97,9 +98,11 @@ evaluate: {{max_new_tokens: 16, {eager}}}
     }  # fmt: skip
 
     def run() -> str:
-        return must(
+        result = must(
             subprocess.run([ROOT / "run_pipeline.sh"], env=env, capture_output=True, text=True)
-        ).stdout
+        )
+        assert not_ours(result.stdout + result.stderr) == []
+        return result.stdout
 
     assert "acceptance length" in run().splitlines()[-1]
     files = [p for p in (tmp_path / "run").rglob("*") if p.is_file() and p.name != ".lock"]
@@ -212,6 +215,7 @@ def test_evaluation_serves_the_draft_both_ways(tiny_stages, tmp_path):
     continued = must(script("tools/evaluate_draft.py", *args))
     assert "the draft is measured already" in continued.stdout
     assert "acceptance length" in last_line(continued)
+    assert not_ours(continued.stdout + continued.stderr) == []
     assert not half.exists()
     result = json.loads((out / "result.json").read_text())
     low, high = result["interval_95"]

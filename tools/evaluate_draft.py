@@ -23,7 +23,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common import artifacts, cli, errors, progress
 from common.manifest import Output, Stage
 from common.serving.settings import EvaluateSettings
-from common.verifier.engine import EngineSettings
 
 if TYPE_CHECKING:
     from common.data.prompts import Prompt
@@ -71,9 +70,7 @@ def parse_args() -> EvaluateSettings:
     )
     p.add_common("--seed", "--dry-run", "--overwrite", "--trust-remote-code")
     p.need("--model-path", "--draft", "--prompts", "--output-dir")
-    args = p.parse()
-    args.engine = cli.as_settings(args, EngineSettings)
-    return cli.as_settings(args, EvaluateSettings)
+    return cli.as_settings(p.parse(), EvaluateSettings)
 
 
 def main() -> None:
@@ -113,7 +110,7 @@ def main() -> None:
     if flags.hidden_states:
         folder = Path(flags.hidden_states)
         inputs["extract"] = open_hidden(folder).content_sha256
-        sample = stored_sample(folder, draft, verifier, flags.engine.max_seq_len)
+        sample = stored_sample(folder, draft, verifier, flags.max_seq_len)
     stage = Stage(STAGE, flags.manifest_settings(verifier.end_ids), inputs)
     state = Output(out, stage, flags.overwrite).earlier_run()
     if state == "complete":
@@ -121,9 +118,9 @@ def main() -> None:
         progress.log(f"evaluate: {out} is complete (--overwrite makes it again)")
         return
     rows = list(read_rows(sources, flags.max_samples))
-    parts = flags.model_path, flags.engine.trust_remote_code, verifier.end_ids, flags.template_args
+    parts = flags.model_path, flags.trust_remote_code, verifier.end_ids, flags.template_args
     template = functools.cache(functools.partial(load_template, *parts))
-    longest = verifier.longest_sample(flags.engine.max_seq_len) - flags.max_new_tokens
+    longest = verifier.longest_sample(flags.max_seq_len) - flags.max_new_tokens
     prompts, _ = load_prompts(rows, template, verifier.vocab_size, longest)
     if flags.dry_run:
         progress.log(f"evaluate: dry run, {draft} fits the verifier; {len(prompts)} prompts")
@@ -151,8 +148,8 @@ def main() -> None:
         progress.log(f"evaluate: measured with the draft, {took} -> {measured}")
         return
     drafted = DraftMeasurement.read(measured)
-    concurrency = flags.engine.batch_size
-    with generating(flags.engine, verifier, STAGE) as llm:
+    concurrency = flags.batch_size
+    with generating(flags, verifier, STAGE) as llm:
         compile_warm_up(llm, prompts[:concurrency])
         limits = verifier.end_ids, flags.max_new_tokens, concurrency
         plain = generate(llm, prompts, *limits, "verifier alone")
@@ -210,8 +207,8 @@ def measure_draft(
         "method": "eagle3",
         "num_speculative_tokens": flags.num_speculative_tokens,
     }
-    concurrency = flags.engine.batch_size
-    with generating(flags.engine, verifier, STAGE, speculative_config=speculative) as llm:
+    concurrency = flags.batch_size
+    with generating(flags, verifier, STAGE, speculative_config=speculative) as llm:
         parity = check_parity(llm, sample, Path(flags.draft), verifier) if sample else None
         compile_warm_up(llm, prompts[:concurrency])
         before = draft_counters(llm)

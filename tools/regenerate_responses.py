@@ -22,7 +22,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common import artifacts, cli, errors, progress
 from common.manifest import Output, Stage
 from common.regeneration.settings import RegenerateSettings
-from common.verifier.engine import EngineSettings
 
 STAGE = "regenerate"
 
@@ -90,9 +89,7 @@ def parse_args() -> RegenerateSettings:
     )
     p.add_common("--dry-run", "--overwrite", "--trust-remote-code")
     p.need("--model-path", "--output-dir", "--prompts")
-    args = p.parse()
-    args.engine = cli.as_settings(args, EngineSettings)
-    return cli.as_settings(args, RegenerateSettings)
+    return cli.as_settings(p.parse(), RegenerateSettings)
 
 
 def main() -> None:
@@ -133,9 +130,9 @@ def main() -> None:
         progress.log(f"regenerate: {out} is complete (--overwrite makes it again)")
         return
     rows = list(read_rows(sources, flags.max_samples))
-    parts = flags.model_path, flags.engine.trust_remote_code, verifier.end_ids, flags.template_args
+    parts = flags.model_path, flags.trust_remote_code, verifier.end_ids, flags.template_args
     template = functools.cache(functools.partial(load_template, *parts))
-    longest = verifier.longest_sample(flags.engine.max_seq_len) - flags.max_new_tokens
+    longest = verifier.longest_sample(flags.max_seq_len) - flags.max_new_tokens
     prompts, skipped = load_prompts(
         rows, template, verifier.vocab_size, longest, flags.skip_bad_rows, flags.all_turns
     )

@@ -20,7 +20,7 @@ def in_process(
     longest: int,
 ) -> Iterator["InProcess"]:
     """The backend with its engine, which ends with the context. longest: tokens of a prompt."""
-    with generating(settings.engine, verifier, "regenerate") as llm:
+    with generating(settings, verifier, "regenerate") as llm:
         yield InProcess(llm.llm_engine, settings, verifier, template, longest)
 
 
@@ -35,7 +35,7 @@ class InProcess:
         template: Callable[[], Template],
         longest: int,
     ):
-        self.concurrency = settings.engine.batch_size
+        self.concurrency = settings.batch_size
         self.engine, self.settings, self.verifier = engine, settings, verifier
         self.template, self.longest = template, longest
         self._under_way: dict[str, tuple[Conversation, list[int]]] = {}  # with the prompt's ids

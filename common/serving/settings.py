@@ -5,10 +5,16 @@ from typing import Any
 
 from common.verifier.engine import EngineSettings
 
+# What decides the counts; a resume must have the same.
+RECORDED = (
+    "num_speculative_tokens", "max_new_tokens", "template_args", "max_samples", "max_seq_len",
+    "batch_size", "dtype", "tp_size", "engine_args",
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
-class EvaluateSettings:
-    """The script's flags, a field each; `engine` has those of vLLM's engine."""
+class EvaluateSettings(EngineSettings):
+    """The script's flags, a field each, with those of the engine."""
 
     model_path: str
     draft: str
@@ -23,19 +29,7 @@ class EvaluateSettings:
     seed: int
     dry_run: bool
     overwrite: bool
-    engine: EngineSettings
 
     def manifest_settings(self, end_ids: tuple[int, ...]) -> dict[str, Any]:
-        """The manifest's settings: what decides the counts; a resume must have the same."""
-        return {
-            "num_speculative_tokens": self.num_speculative_tokens,
-            "max_new_tokens": self.max_new_tokens,
-            "template_args": self.template_args,
-            "max_samples": self.max_samples,
-            "max_seq_len": self.engine.max_seq_len,
-            "batch_size": self.engine.batch_size,
-            "dtype": self.engine.dtype,
-            "tp_size": self.engine.tp_size,
-            "engine_args": self.engine.engine_args,
-            "end_ids": sorted(end_ids),
-        }
+        values = {name: getattr(self, name) for name in RECORDED}
+        return values | {"end_ids": sorted(end_ids)}
