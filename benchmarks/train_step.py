@@ -1,4 +1,4 @@
-"""Time one training step of 04 at a draft's shape, on random states; prints a JSON line.
+"""Time one training step of 04 at a draft's shape, on random states; prints one JSON line.
 
 python benchmarks/train_step.py            # Kimi-K2.5's draft, rows of 8192, 3 depths, CUDA
 python benchmarks/train_step.py --profile      # and where a step's time goes, by kernel group
@@ -68,9 +68,9 @@ def timed_alone(together: list[str] | None) -> Iterator[None]:
     folder, count = Path(together[0]), int(together[1])
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{os.getpid()}.ready").touch()
-    began = time.monotonic()
+    started = time.monotonic()
     while len(list(folder.glob("*.ready"))) < count:
-        if time.monotonic() > began + 300:
+        if time.monotonic() > started + 300:
             raise SystemExit(f"{folder}: the others do not come up")
         time.sleep(0.1)
     with open(folder / "turn", "w") as turn:
@@ -88,12 +88,12 @@ def shape_of(a: argparse.Namespace) -> DraftShape:
 def random_row(
     a: argparse.Namespace, seed: int, dtype: torch.dtype
 ) -> tuple[PackedRow, torch.Tensor]:
-    """(row, loss mask [T]): samples of a.sample_tokens whose last part carries loss, every seed
-    another length of it."""
+    """(row, loss mask [T]): samples of a.sample_tokens whose last part carries loss, its
+    length another one for every seed."""
     torch.manual_seed(seed)
     lengths = [a.sample_tokens] * (a.tokens // a.sample_tokens)
-    places = torch.arange(a.tokens) % a.sample_tokens
-    mask = places >= a.sample_tokens * (1 - a.loss_share) + 8 * (seed - 1)
+    position_T = torch.arange(a.tokens) % a.sample_tokens
+    mask = position_T >= a.sample_tokens * (1 - a.loss_share) + 8 * (seed - 1)
     states = torch.randn(a.tokens, 4, a.hidden_size, dtype=dtype)
     ids = torch.randint(0, a.vocab_size, (a.tokens,))
     return make_row(states, None, ids, mask, lengths, a.ttt_steps, a.rule), mask
@@ -137,18 +137,18 @@ def main() -> None:
 
     def step(n: int) -> tuple[float, float]:
         """Seconds of a step (its sums were read, so the device has finished), and of its launch."""
-        began = time.perf_counter()
+        started = time.perf_counter()
         row = rows[n % len(rows)]
         counts = [one.real for one in row.losses]
         sums = trainer.step(iter([row]), 1, [1 / c for c in counts], 1e-4)
-        launched = time.perf_counter() - began
+        launched = time.perf_counter() - started
         sums.metrics(n, counts)
-        return time.perf_counter() - began, launched
+        return time.perf_counter() - started, launched
 
-    began = time.perf_counter()
+    started = time.perf_counter()
     for n in range(WARM_UP):
         step(n)
-    warm_up = time.perf_counter() - began
+    warm_up = time.perf_counter() - started
     with timed_alone(a.together):
         times, launches = zip(*[step(n) for n in range(a.steps)], strict=True)
         if a.profile:
@@ -182,7 +182,7 @@ def main() -> None:
 
 
 def profile(step) -> None:
-    """Print the milliseconds of kernels in a step, by group, when none ran, and the longest."""
+    """Print a step's milliseconds by group of kernels, those idle, and the longest kernels."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity
 
@@ -202,7 +202,7 @@ def profile(step) -> None:
     for one in sorted(ranges, key=lambda x: x.start):
         busy += max(0.0, one.end - max(one.start, end))
         end = max(end, one.end)
-    groups["none"] = (end - min(x.start for x in ranges) - busy) / 1000 / count
+    groups["idle"] = (end - min(x.start for x in ranges) - busy) / 1000 / count
     print(json.dumps({k: round(v, 2) for k, v in sorted(groups.items(), key=lambda x: -x[1])}))
     for name, ms in sorted(kernels.items(), key=lambda x: -x[1])[:40]:
         print(f"{ms:8.2f} ms  {name}")
