@@ -7,12 +7,8 @@ and state/ for resuming. Run the same command again after a kill: it continues w
 last state was saved, to the same bits.
 """
 
-from __future__ import annotations
-
-import importlib.util
 import os
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,16 +18,11 @@ from common.manifest import Output, Stage, recorded
 from common.training.settings import TrainSettings
 
 if TYPE_CHECKING:
-    from common.draft.config import DraftShape
-    from common.draft.packed_row import PackedRow
     from common.training.heldout import HeldOut
-    from common.training.inputs import TrainData
+    from common.training.inputs import TrainJob
     from common.training.metrics import StepLog
-    from common.training.packing import StepWork
     from common.training.ranks import Ranks
-    from common.training.setup import Training, TrainJob
-    from common.training.step import StepSums, Trainer
-    from common.verifier.config import Verifier
+    from common.training.setup import Training
 
 STAGE = "train"
 
@@ -53,112 +44,59 @@ def parse_args() -> TrainSettings:
     return cli.as_settings(args, TrainSettings)
 
 
+# fmt: off
 def add_training_flags(p: cli.Parser) -> None:
-    p.add_argument("--epochs", type=cli.counted(1000), default=10, help="passes over the data")
-    p.add_argument(
-        "--max-batch-tokens",
-        type=cli.positive_int,
-        default=8192,
-        metavar="TOKENS",
-        help="token budget of a packed row",
-    )
-    p.add_argument(
-        "--rows-per-step",
-        type=cli.positive_int,
-        metavar="ROWS",
+    add = p.add_argument
+    add("--epochs", type=cli.counted(1000), default=10, help="passes over the data")
+    add("--max-batch-tokens", type=cli.positive_int, default=8192, metavar="TOKENS",
+        help="token budget of a packed row")
+    add("--rows-per-step", type=cli.positive_int, metavar="ROWS",
         help="packed rows of one optimizer step, over all GPUs (default: one per GPU; a run that"
-        " resumes keeps its own)",
-    )
-    p.add_argument("--ttt-steps", type=cli.counted(16), default=3, help="depths trained")
-    p.add_argument(
-        "--ttt-decay", type=cli.between(0.01, 1), default=1.0, help="weight of depth k is decay**k"
-    )
-    p.add_argument(
-        "--loss-rule",
-        choices=["answer", "next"],
-        default="answer",
-        help="answer: whole path inside an answer; next: speculators' rule",
-    )
-    p.add_argument(
-        "--optimizer",
-        choices=["adamw", "muon"],
-        default="adamw",
-        help="muon: for the matrices but the head, AdamW for the rest",
-    )
-    p.add_argument("--lr", type=cli.between(1e-9, 1), default=1e-3, help="peak learning rate")
-    p.add_argument("--warmup", type=cli.between(0, 1), default=0.05, help="fraction of all steps")
-    p.add_argument("--weight-decay", type=cli.between(0, 1), default=0.0, help="decoupled")
-    p.add_argument("--clip", type=cli.between(1e-6, 1e6), default=1.0, help="largest gradient norm")
-    p.add_argument(
-        "--heldout-fraction", type=cli.between(0, 0.9), default=0.05, help="of conversations"
-    )
-    p.add_switch("--train-lm-head", True, "the head too, which starts as the verifier's")
+             " resumes keeps its own)")
+    add("--ttt-steps", type=cli.counted(16), default=3, help="depths trained")
+    add("--ttt-decay", type=cli.between(0.01, 1), default=1.0, help="weight of depth k is decay**k")
+    add("--loss-rule", choices=["answer", "next"], default="answer",
+        help="answer: the complete path inside an answer; next: speculators' rule")
+    add("--optimizer", choices=["adamw", "muon"], default="adamw",
+        help="muon: for the matrices but the head, AdamW for the rest")
+    add("--lr", type=cli.between(1e-9, 1), default=1e-3, help="peak learning rate")
+    add("--warmup", type=cli.between(0, 1), default=0.05, help="fraction of all steps")
+    add("--weight-decay", type=cli.between(0, 1), default=0.0, help="decoupled")
+    add("--clip", type=cli.between(1e-6, 1e6), default=1.0, help="largest gradient norm")
+    add("--heldout-fraction", type=cli.between(0, 0.9), default=0.05, help="of conversations")
 
 
 def add_draft_flags(p: cli.Parser) -> None:
-    p.add_switch(
-        "--norm-before-residual",
-        True,
-        "the normed states, not the raw ones, are the layer's residual",
-    )
-    p.add_switch(
-        "--norm-before-fc",
-        None,
-        "one norm over the aux layers side by side (default: unless --fc-norm)",
-    )
-    p.add_switch("--fc-norm", False, "a norm each")
+    p.add_switch("--train-lm-head", True, "the head too, which starts as the verifier's")
+    p.add_switch("--norm-before-residual", True,
+                 "the normed states, not the raw ones, are the layer's residual")
+    p.add_switch("--norm-before-fc", None,
+                 "one norm over the aux layers side by side (default: unless --fc-norm)")
+    p.add_switch("--fc-norm", False, "one norm per aux layer")
     p.add_switch("--norm-output", False, "the normed states go on to the next depth")
-    p.add_argument(
-        "--draft-shape",
-        type=cli.json_object,
-        default={},
-        metavar="JSON",
+    p.add_argument("--draft-shape", type=cli.json_object, default={}, metavar="JSON",
         help="shape of the draft: intermediate_size, num_attention_heads, num_key_value_heads,"
-        " head_dim, rope_theta, rms_norm_eps (default: the verifier's)",
-    )
-    p.add_argument(
-        "--init-from",
-        type=cli.path_text,
-        metavar="DIR",
-        help="draft checkpoint of the same shape to start from, instead of random weights",
-    )
+             " head_dim, rope_theta, rms_norm_eps (default: the verifier's)")
+    p.add_argument("--init-from", type=cli.path_text, metavar="DIR",
+        help="draft checkpoint of the same shape to start from, instead of random weights")
 
 
 def add_run_flags(p: cli.Parser) -> None:
-    p.add_argument(
-        "--save-every",
-        type=cli.positive_int,
-        default=200,
-        metavar="STEPS",
-        help="steps between states for resuming",
-    )
-    p.add_argument(
-        "--keep-states", type=cli.counted(100), default=1, help="newest states kept for resuming"
-    )
-    p.add_argument(
-        "--patience",
-        type=cli.positive_int,
-        metavar="EPOCHS",
-        help="end after so many epochs without a better held-out acceptance length",
-    )
-    p.add_argument("--tensorboard", action="store_true", help="also write TensorBoard's files")
-    p.add_argument(
-        "--device",
-        choices=["auto", "cpu", "cuda"],
-        default="auto",
-        help="auto: a GPU if there is one",
-    )
-    p.add_argument(
-        "--compute-dtype",
-        choices=["auto", "bfloat16", "float32"],
-        default="auto",
-        help="of activations and of the weights' copies (auto: bfloat16 where it is fast)",
-    )
-    p.add_argument(
-        "--float8",
-        action="store_true",
-        help="linears but the head in float8 (a GPU of compute capability 8.9 or later)",
-    )
+    add = p.add_argument
+    add("--save-every", type=cli.positive_int, default=200, metavar="STEPS",
+        help="steps between states for resuming")
+    add("--keep-states", type=cli.counted(100), default=1,
+        help="newest states kept for resuming")
+    add("--patience", type=cli.positive_int, metavar="EPOCHS",
+        help="end after so many epochs without a better held-out acceptance length")
+    add("--tensorboard", action="store_true", help="also write TensorBoard's files")
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto",
+        help="auto: a GPU if there is one")
+    add("--compute-dtype", choices=["auto", "bfloat16", "float32"], default="auto",
+        help="of activations and of the weights' copies (auto: bfloat16 where it is fast)")
+    add("--float8", action="store_true",
+        help="linears but the head in float8 (a GPU of compute capability 8.9 or later)")
+# fmt: on
 
 
 def main() -> None:
@@ -183,38 +121,36 @@ def main() -> None:
 # ---------------------------------------------------------------- check and plan
 
 
-def check(settings: TrainSettings, ranks: Ranks) -> TrainJob | None:
+def check(settings: TrainSettings, ranks: "Ranks") -> "TrainJob | None":
     """Check everything that can be known before the training, plan it and lock the output folder;
     returns None when there is nothing to do."""
-    from common.training.inputs import content_settings, open_data
+    from common.training import inputs
     from common.training.state import check_state
     from common.verifier.config import load_verifier
 
     verifier = load_verifier(settings.model_path)
-    data = open_data(settings, verifier)
-    shape = check_shape(settings, verifier, data)
-    inputs = dict(data.identities)
+    data = inputs.open_data(settings, verifier)
+    shape = inputs.check_shape(settings, verifier, data)
+    identities = dict(data.identities)
     if settings.init_from:
         file = Path(settings.init_from) / "model.safetensors"
-        inputs["init_from"] = artifacts.sha256_file(file)
-    if not settings.rows_per_step:
-        earlier = (
-            None if settings.overwrite else recorded(settings.out, "settings", "rows_per_step")
-        )
-        settings = replace(settings, rows_per_step=earlier or ranks.world)
-    stage = Stage(STAGE, content_settings(settings, shape, data), inputs)
+        identities["init_from"] = artifacts.sha256_file(file)
+    rows = settings.rows_per_step
+    if not rows and not settings.overwrite:
+        rows = recorded(settings.out, "settings", "rows_per_step")
+    settings = replace(settings, rows_per_step=rows or ranks.world)
+    stage = Stage(STAGE, inputs.content_settings(settings, shape, data), identities)
     output = Output(settings.out, stage, settings.overwrite)
     state = output.earlier_run()
     if state == "complete":
         ranks.log(f"train: {settings.out} is complete (--overwrite makes it again)")
         return None
-    # used only during or after training
-    for package in ("speculators", "matplotlib", *["tensorboard"] * settings.tensorboard):
-        if importlib.util.find_spec(package) is None:
-            raise errors.UserError(f"the package {package} is not installed; see requirements.txt")
-    job = plan(settings, output, verifier, shape, data)
+    inputs.check_packages(settings)
+
+    # ---------------------------------------------------------------- plan
+    job = inputs.plan_job(settings, output, verifier, shape, data)
     log_plan(job, ranks)
-    check_resources(job, ranks)
+    inputs.check_resources(job, ranks)
     if ranks.first and not settings.dry_run:
         output.lock(state)
     if ranks.first and not settings.overwrite:  # locked: another run may be dropping this state
@@ -225,58 +161,8 @@ def check(settings: TrainSettings, ranks: Ranks) -> TrainJob | None:
     return job
 
 
-def check_shape(settings: TrainSettings, verifier: Verifier, data: TrainData) -> DraftShape:
-    """The draft's shape, which the device and --init-from must fit."""
-    from common.draft.checkpoint import check_initial
-    from common.draft.config import check_on_gpu, draft_shape
-    from common.draft.export import serving_layer_ids
-
-    aux = data.layers[:-1]
-    shape = draft_shape(
-        settings.draft_shape,
-        verifier,
-        len(aux),
-        len(data.d2t),
-        norm_before_residual=settings.norm_before_residual,
-        norm_before_fc=settings.norm_before_fc,
-        fc_norm=settings.fc_norm,
-        norm_output=settings.norm_output,
-    )
-    if settings.device == "cuda":
-        check_on_gpu(shape, settings.float8)
-    if settings.init_from:
-        check_initial(Path(settings.init_from), shape, serving_layer_ids(aux))
-    return shape
-
-
-def plan(
-    settings: TrainSettings, output: Output, verifier: Verifier, shape: DraftShape, data: TrainData
-) -> TrainJob:
-    """Split the samples and pack them into steps; UserError where nothing is left to do so with."""
-    from common.training.packing import plan_steps, split_samples
-    from common.training.setup import TrainJob
-
-    train, held = split_samples(data.samples, settings.heldout_fraction, settings.loss_rule)
-    if not train:
-        raise errors.UserError(
-            f"{data.prepared}: nothing to train on ({len(held)} of {len(data.samples)} samples held"
-            " out, the others without a loss position); lower --heldout-fraction or prepare more"
-        )
-    if settings.patience and not held:
-        raise errors.UserError(
-            "--patience: no sample is held out to measure on; raise --heldout-fraction or leave it"
-        )
-    assert settings.rows_per_step
-    steps = plan_steps(
-        train, settings.max_batch_tokens, settings.epochs, settings.seed, settings.rows_per_step
-    )
-    return TrainJob(settings, output, verifier, shape, data, train, held, steps)
-
-
-def log_plan(job: TrainJob, ranks: Ranks) -> None:
-    """Log what is about to be done."""
-    settings = job.settings
-    rows = settings.rows_per_step or 1
+def log_plan(job: "TrainJob", ranks: "Ranks") -> None:
+    settings, rows = job.settings, job.rows_per_step
     ranks.log(
         f"train: {len(job.train)} samples ({sum(job.train.values())} tokens), {len(job.held)} held"
         f" out; {settings.epochs} epochs, {len(job.steps)} steps of {rows} x at most"
@@ -288,46 +174,6 @@ def log_plan(job: TrainJob, ranks: Ranks) -> None:
         ranks.log(
             f"train: note: {ranks.world} processes share {rows} rows per step, some wait for"
             " the others; see --rows-per-step"
-        )
-
-
-def check_resources(job: TrainJob, ranks: Ranks) -> None:
-    """UserError where the disk, the memory or the checkpoint's format will not do."""
-    from common.draft.config import memory_needed, parameter_count
-    from common.draft.export import speculators_draft
-
-    settings, itemsize = job.settings, job.settings.dtype.itemsize
-    # the states kept, one more (it is complete before the oldest goes), and the checkpoint
-    size = parameter_count(job.shape)
-    disk = size * ((settings.keep_states + 1) * (12 + itemsize) + 4)
-    optimizer_tensors = 1 if settings.optimizer == "muon" else 2
-    memory = memory_needed(
-        job.shape, itemsize, ranks.world, optimizer_tensors, settings.train_lm_head
-    )
-    ranks.log(
-        f"train: {size / 1e6:.1f} M parameters; up to {disk / 1e9:.2f} GB of disk,"
-        f" at least {memory / 1e9:.2f} GB of memory and the activations"
-    )
-    there = () if settings.overwrite else settings.out.rglob("*.safetensors")
-    disk -= sum(p.stat().st_size for p in there)
-    artifacts.require_space(settings.out, disk, settings.overwrite, "lower --keep-states")
-    if settings.device == "cuda":
-        require_gpu_memory(memory)
-    if ranks.first:  # last, for it takes seconds
-        aux, depths = job.data.layers[:-1], settings.ttt_steps
-        speculators_draft(job.shape, job.verifier, aux, depths, settings.dtype)
-
-
-def require_gpu_memory(needed_bytes: int) -> None:
-    """UserError when this process's GPU has not so much free."""
-    import torch
-
-    free, _ = torch.cuda.mem_get_info()
-    if needed_bytes > free:
-        raise errors.UserError(
-            f"needs {needed_bytes / 1e9:.1f} GB of GPU memory and the activations', and"
-            f" {free / 1e9:.1f} GB are free; free it, take a larger GPU, or more of them by"
-            " torchrun, which share the optimizer's state"
         )
 
 
@@ -343,7 +189,7 @@ class Result:
     seconds: float
 
 
-def train(job: TrainJob, ranks: Ranks) -> Result:
+def train(job: "TrainJob", ranks: "Ranks") -> Result:
     """Train, resuming from the newest state, and export the best epoch's draft."""
     import torch
 
@@ -376,33 +222,37 @@ def train(job: TrainJob, ranks: Ranks) -> Result:
     steps, seconds = run_steps(job, training)
     if ranks.first:
         final = heldout.weights or {n: p.detach() for n, p in trainer.draft.named_parameters()}
-        export_draft(
-            settings.out, job.shape, final, job.verifier, data.layers[:-1], settings.ttt_steps,
-            torch.from_numpy(data.d2t), torch.from_numpy(data.t2d), settings.dtype,
-        )  # fmt: skip
+        d2t, t2d = torch.from_numpy(data.d2t), torch.from_numpy(data.t2d)
+        aux, depths, dtype = data.layers[:-1], settings.ttt_steps, settings.dtype
+        export_draft(settings.out, job.shape, final, job.verifier, aux, depths, d2t, t2d, dtype)
     return Result(heldout.best, steps, seconds)
 
 
-def run_steps(job: TrainJob, training: Training) -> tuple[int, float]:
+def run_steps(job: "TrainJob", training: "Training") -> tuple[int, float]:
     """Take the steps that are left, measure after each epoch, save states; returns (steps taken,
     their seconds), of all runs. Interrupted after a signal, once the state is saved."""
     from common.training.loader import rows_ahead
     from common.training.metrics import StepLog
-    from common.training.packing import ends_epoch
-    from common.training.state import save_state
+    from common.training.packing import count_work, ends_epoch
+    from common.training.step import schedule
 
-    settings, steps = job.settings, job.steps
-    trainer, heldout, number = training.trainer, training.heldout, training.start_step
+    settings, steps, number = job.settings, job.steps, training.start_step
+    trainer, heldout, share = training.trainer, training.heldout, training.trainer.ranks.share
     log = StepLog(job, training)
-    own_rows = [row for step in steps[number:] for row in trainer.ranks.share(step.rows)]
+    own_rows = [row for step in steps[number:] for row in share(step.rows)]
     rows = rows_ahead(training.reader, own_rows, settings.device)
     stopper = progress.Stopper()
     # a run that was stopped at the end of an epoch has saved before it measured
     ended = number > 0 and ends_epoch(steps, number) and end_epoch(number, job, heldout, log)
     log.restart_clock()
     while number < len(steps) and not ended:
-        number += 1
-        stop = log.add(number, *launch_step(number, job, trainer, rows, stopper.code))
+        step, number = steps[number], number + 1
+        samples = [job.data.samples[i] for row in step.rows for i in row]
+        work = count_work(samples, settings.ttt_steps, settings.loss_rule)
+        weights = [settings.ttt_decay**k / max(1, n) for k, n in enumerate(work.losses)]
+        lr = settings.lr * schedule(number - 1, len(steps), settings.warmup)
+        sums = trainer.step(rows, len(share(step.rows)), weights, lr, stopper.code)
+        stop = log.add(number, sums, work, lr)
         due = number % settings.save_every == 0  # after the last step, the draft itself follows
         if not (stop or due or ends_epoch(steps, number)):
             continue
@@ -410,38 +260,26 @@ def run_steps(job: TrainJob, training: Training) -> tuple[int, float]:
         if ends_epoch(steps, number) and not stop:
             ended = end_epoch(number, job, heldout, log)
         if stop or (due and number < len(steps) and not ended):
-            counters = {"seconds": round(log.seconds, 2), **heldout.counters()}
-            best = heldout.weights if heldout.best and heldout.best["step"] < number else {}
-            save_state(
-                settings.out / "state", number, trainer, counters, best, settings.keep_states
-            )
+            save(number, job, training, log.seconds)
         if stop:
-            raise errors.Interrupted(
-                stopper.code or 143,
-                f"state after step {number} saved; {errors.again()} to continue",
-            )
+            text = f"state after step {number} saved; {errors.again()} to continue"
+            raise errors.Interrupted(stopper.code or 143, text)
         log.restart_clock()
     log.close()
     return number, log.seconds
 
 
-def launch_step(
-    number: int, job: TrainJob, trainer: Trainer, rows: Iterator[PackedRow], stop: int
-) -> tuple[StepSums, StepWork, float]:
-    """Start step `number`, from 1, on this rank's rows; returns (sums, work, learning rate)."""
-    from common.training.packing import count_work
-    from common.training.step import schedule
+def save(number: int, job: "TrainJob", training: "Training", seconds: float) -> None:
+    """Save the state after step `number`, with the best epoch's weights where it is another one."""
+    from common.training.state import save_state
 
-    settings, step = job.settings, job.steps[number - 1]
-    samples = [job.data.samples[i] for row in step.rows for i in row]
-    work = count_work(samples, settings.ttt_steps, settings.loss_rule)
-    weights = [settings.ttt_decay**k / max(1, n) for k, n in enumerate(work.losses)]
-    lr = settings.lr * schedule(number - 1, len(job.steps), settings.warmup)
-    count = len(trainer.ranks.share(step.rows))
-    return trainer.step(rows, count, weights, lr, stop), work, lr
+    heldout, folder = training.heldout, job.settings.out / "state"
+    counters = {"seconds": round(seconds, 2), **heldout.counters()}
+    best = heldout.weights if heldout.best and heldout.best["step"] < number else {}
+    save_state(folder, number, training.trainer, counters, best, job.settings.keep_states)
 
 
-def end_epoch(number: int, job: TrainJob, heldout: HeldOut, log: StepLog) -> bool:
+def end_epoch(number: int, job: "TrainJob", heldout: "HeldOut", log: "StepLog") -> bool:
     """Measure the draft on the held-out samples after the last step of an epoch, unless that is
     done; returns whether --patience ends the training."""
     epoch = job.steps[number - 1].epoch
@@ -455,7 +293,7 @@ def end_epoch(number: int, job: TrainJob, heldout: HeldOut, log: StepLog) -> boo
 # ---------------------------------------------------------------- verify and report
 
 
-def report(job: TrainJob, result: Result, elapsed: float) -> None:
+def report(job: "TrainJob", result: Result, elapsed: float) -> None:
     """Draw the curves, check the checkpoint, write the manifest and the last line."""
     from common.serving.checkpoint import check_draft
     from common.training.metrics import draw_curves

@@ -50,17 +50,7 @@ def draft_shape(
     always the plain one, so that nothing of a verifier's YaRN is inherited by training or by the
     server.
     """
-    unknown = [k for k in given if k not in SHAPE_KEYS]
-    if unknown:
-        raise UserError(
-            f"--draft-shape: unknown key {unknown[0]}"
-            f"{nearest(unknown[0], list(SHAPE_KEYS)) or '; known are ' + ', '.join(SHAPE_KEYS)}"
-        )
-    if given.get("hidden_size", verifier.hidden_size) != verifier.hidden_size:
-        raise UserError(
-            f"--draft-shape: hidden_size {given['hidden_size']} must be the verifier's"
-            f" {verifier.hidden_size}, whose embedding and head the draft shares"
-        )
+    check_keys(given, verifier)
     rope = verifier.text.get("rope_parameters") or {}
     values: dict[str, Any] = {"rms_norm_eps": verifier.rms_norm_eps, "rope_theta": 10000.0}
     values |= {k: v for k, v in {**verifier.text, **rope}.items() if k in SHAPE_KEYS and v}
@@ -68,14 +58,13 @@ def draft_shape(
     heads = number(values, "num_attention_heads", int)
     values.setdefault("num_key_value_heads", heads)
     values.setdefault("head_dim", verifier.hidden_size // heads)
+    sizes = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     shape = DraftShape(
         hidden_size=verifier.hidden_size,
-        intermediate_size=number(values, "intermediate_size", int),
-        num_attention_heads=heads,
-        num_key_value_heads=number(values, "num_key_value_heads", int),
-        head_dim=number(values, "head_dim", int),
-        rope_theta=float(number(values, "rope_theta", int, float)),
-        rms_norm_eps=float(number(values, "rms_norm_eps", int, float)),
+        **{name: number(values, name, int) for name in sizes},
+        **{
+            name: float(number(values, name, int, float)) for name in ("rope_theta", "rms_norm_eps")
+        },
         num_aux_layers=num_aux_layers,
         draft_vocab_size=draft_vocab_size,
         vocab_size=verifier.vocab_size,
@@ -91,6 +80,21 @@ def draft_shape(
             f" {shape.num_key_value_heads} key/value heads"
         )
     return shape
+
+
+def check_keys(given: dict[str, Any], verifier: Verifier) -> None:
+    """UserError where --draft-shape has an unknown key, or another hidden size."""
+    unknown = [k for k in given if k not in SHAPE_KEYS]
+    if unknown:
+        raise UserError(
+            f"--draft-shape: unknown key {unknown[0]}"
+            f"{nearest(unknown[0], list(SHAPE_KEYS)) or '; known are ' + ', '.join(SHAPE_KEYS)}"
+        )
+    if given.get("hidden_size", verifier.hidden_size) != verifier.hidden_size:
+        raise UserError(
+            f"--draft-shape: hidden_size {given['hidden_size']} must be the verifier's"
+            f" {verifier.hidden_size}, whose embedding and head the draft shares"
+        )
 
 
 def number(values: dict[str, Any], name: str, *kinds: type) -> Any:

@@ -1,19 +1,32 @@
-"""What 04 checks before it trains: its inputs belong together, and what it computes in."""
+"""What 04 checks before it trains: its inputs, the draft's shape, what it computes in, memory and
+disk; and the plan of its steps."""
 
+import importlib.util
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from common import artifacts
 from common.data.samples import FILE, Sample, prepared_folder, prepared_identity, read_samples
 from common.data.vocab_map import load_map
-from common.draft.config import DraftShape
+from common.draft.checkpoint import check_initial
+from common.draft.config import (
+    DraftShape,
+    check_on_gpu,
+    draft_shape,
+    memory_needed,
+    parameter_count,
+)
+from common.draft.export import serving_layer_ids, speculators_draft
 from common.errors import UserError
-from common.manifest import Manifest, must_match, read_manifest
+from common.manifest import Manifest, Output, must_match, read_manifest
 from common.states.files import check_hidden_file, check_token_ids
 from common.states.folder import HiddenFolder, open_hidden
+from common.training.packing import Step, plan_steps, split_samples
+from common.training.ranks import Ranks
 from common.training.settings import TrainSettings
 from common.verifier.config import Verifier
 from common.verifier.fingerprint import fingerprint
@@ -35,6 +48,28 @@ class TrainData:
     layers: list[int]
     samples: dict[int, Sample]
     identities: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class TrainJob:
+    """What a run trains, once everything is checked.
+
+    settings: with nothing left to `auto`; train, held: samples, index → tokens; steps: of the
+    complete run, of rows_per_step rows each but the last of an epoch.
+    """
+
+    settings: TrainSettings
+    output: Output
+    verifier: Verifier
+    shape: DraftShape
+    data: TrainData
+    train: dict[int, int]
+    held: dict[int, int]
+    steps: list[Step]
+    rows_per_step: int
+
+
+# ---------------------------------------------------------------- inputs
 
 
 def open_data(settings: TrainSettings, verifier: Verifier) -> TrainData:
@@ -128,11 +163,12 @@ def check_captured_layers(
     return held
 
 
+# ---------------------------------------------------------------- shape and device
+
+
 def choose_compute(settings: TrainSettings) -> TrainSettings:
     """Resolve `auto`: CUDA where there is one; bfloat16 where the processor computes in it.
     UserError where the device cannot do what is asked."""
-    import torch
-
     device, dtype = settings.device, settings.compute_dtype
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -148,6 +184,26 @@ def choose_compute(settings: TrainSettings) -> TrainSettings:
     if settings.float8 and dtype != "bfloat16":
         raise UserError("--float8: goes with --compute-dtype bfloat16")
     return replace(settings, device=device, compute_dtype=dtype)
+
+
+def check_shape(settings: TrainSettings, verifier: Verifier, data: TrainData) -> DraftShape:
+    """The draft's shape, which the device and --init-from must fit."""
+    aux = data.layers[:-1]
+    shape = draft_shape(
+        settings.draft_shape,
+        verifier,
+        len(aux),
+        len(data.d2t),
+        norm_before_residual=settings.norm_before_residual,
+        norm_before_fc=settings.norm_before_fc,
+        fc_norm=settings.fc_norm,
+        norm_output=settings.norm_output,
+    )
+    if settings.device == "cuda":
+        check_on_gpu(shape, settings.float8)
+    if settings.init_from:
+        check_initial(Path(settings.init_from), shape, serving_layer_ids(aux))
+    return shape
 
 
 # The flags that decide the weights, beside the draft's shape and the data.
@@ -169,3 +225,62 @@ def content_settings(settings: TrainSettings, shape: DraftShape, data: TrainData
         "device": settings.device,
         "compute_dtype": settings.compute_dtype,
     }
+
+
+# ---------------------------------------------------------------- plan and resources
+
+
+def plan_job(
+    settings: TrainSettings, output: Output, verifier: Verifier, shape: DraftShape, data: TrainData
+) -> TrainJob:
+    """Split the samples and pack them into steps; UserError where that leaves none."""
+    train, held = split_samples(data.samples, settings.heldout_fraction, settings.loss_rule)
+    if not train:
+        raise UserError(
+            f"{data.prepared}: nothing to train on ({len(held)} of {len(data.samples)} samples held"
+            " out, the others without a loss position); lower --heldout-fraction or prepare more"
+        )
+    if settings.patience and not held:
+        raise UserError(
+            "--patience: no sample is held out to measure on; raise --heldout-fraction or leave it"
+        )
+    rows, budget = settings.rows_per_step or 1, settings.max_batch_tokens
+    steps = plan_steps(train, budget, settings.epochs, settings.seed, rows)
+    return TrainJob(settings, output, verifier, shape, data, train, held, steps, rows)
+
+
+def check_packages(settings: TrainSettings) -> None:
+    """UserError where a package is missing that is used only during or after training."""
+    for package in ("speculators", "matplotlib", *["tensorboard"] * settings.tensorboard):
+        if importlib.util.find_spec(package) is None:
+            raise UserError(f"the package {package} is not installed; see requirements.txt")
+
+
+def check_resources(job: TrainJob, ranks: Ranks) -> None:
+    """UserError where the disk, the memory or the checkpoint's format will not do."""
+    settings, itemsize = job.settings, job.settings.dtype.itemsize
+    # the states kept, one more (it is complete before the oldest goes), and the checkpoint
+    size = parameter_count(job.shape)
+    disk = size * ((settings.keep_states + 1) * (12 + itemsize) + 4)
+    optimizer_tensors = 1 if settings.optimizer == "muon" else 2
+    memory = memory_needed(
+        job.shape, itemsize, ranks.world, optimizer_tensors, settings.train_lm_head
+    )
+    ranks.log(
+        f"train: {size / 1e6:.1f} M parameters; up to {disk / 1e9:.2f} GB of disk,"
+        f" at least {memory / 1e9:.2f} GB of memory and the activations"
+    )
+    there = () if settings.overwrite else settings.out.rglob("*.safetensors")
+    disk -= sum(p.stat().st_size for p in there)
+    artifacts.require_space(settings.out, disk, settings.overwrite, "lower --keep-states")
+    if settings.device == "cuda":
+        free, _ = torch.cuda.mem_get_info()
+        if memory > free:
+            raise UserError(
+                f"needs {memory / 1e9:.1f} GB of GPU memory and the activations', and"
+                f" {free / 1e9:.1f} GB are free; free it, take a larger GPU, or more of them by"
+                " torchrun, which share the optimizer's state"
+            )
+    if ranks.first:  # last, for it takes seconds
+        aux, depths = job.data.layers[:-1], settings.ttt_steps
+        speculators_draft(job.shape, job.verifier, aux, depths, settings.dtype)

@@ -1,4 +1,5 @@
-"""What 04 trains, once everything is checked, and what it trains it with."""
+"""What 04 trains with: the draft and its optimizers, as the newest state left them, and readers of
+rows."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,39 +8,18 @@ import numpy as np
 import torch
 
 from common.draft.checkpoint import initialize_from
-from common.draft.config import DraftShape
 from common.draft.linear_products import LinearProducts
 from common.draft.model import Eagle3Draft, initialize
 from common.draft.packed_row import PackedRow
-from common.manifest import Output
 from common.training.heldout import HeldOut, heldout_counts
-from common.training.inputs import TrainData
+from common.training.inputs import TrainJob
 from common.training.loader import RowReader
 from common.training.optimizers import make_optimizers
-from common.training.packing import Step, pack_rows
+from common.training.packing import pack_rows
 from common.training.ranks import Ranks
-from common.training.settings import TrainSettings
 from common.training.state import latest_state, load_state
 from common.training.step import Target, Trainer
-from common.verifier.config import Verifier
 from common.verifier.tensors import read_tensors
-
-
-@dataclass(frozen=True)
-class TrainJob:
-    """What a run trains, once everything is checked.
-
-    settings: resolved; train, held: samples, index → tokens; steps: of the complete run.
-    """
-
-    settings: TrainSettings
-    output: Output
-    verifier: Verifier
-    shape: DraftShape
-    data: TrainData
-    train: dict[int, int]
-    held: dict[int, int]
-    steps: list[Step]
 
 
 @dataclass(frozen=True)
@@ -72,10 +52,9 @@ def set_up(job: TrainJob, ranks: Ranks) -> Training:
     lengths = job.train | job.held
     rows_of_all = [row for step in job.steps for row in step.rows] + held_rows
     longest = max(sum(lengths[i] for i in row) for row in rows_of_all)
+    depths, pin = settings.ttt_steps, settings.device == "cuda"
     reader, held_reader = (
-        RowReader(
-            data.hidden, data.samples, settings.ttt_steps, rule, longest, settings.device == "cuda"
-        )
+        RowReader(data.hidden, data.samples, depths, rule, longest, pin)
         for rule in (settings.loss_rule, "answer")
     )
     heldout = HeldOut(trainer, held_reader, held_rows, settings.patience)
