@@ -62,9 +62,8 @@ def draft_shape(
     shape = DraftShape(
         hidden_size=verifier.hidden_size,
         **{name: number(values, name, int) for name in sizes},
-        **{
-            name: float(number(values, name, int, float)) for name in ("rope_theta", "rms_norm_eps")
-        },
+        rope_theta=float(number(values, "rope_theta", int, float)),
+        rms_norm_eps=float(number(values, "rms_norm_eps", int, float)),
         num_aux_layers=num_aux_layers,
         draft_vocab_size=draft_vocab_size,
         vocab_size=verifier.vocab_size,
