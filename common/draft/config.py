@@ -36,6 +36,16 @@ class DraftShape:
     fc_norm: bool = False  # a norm each
     norm_output: bool = False
 
+    @property
+    def query_size(self) -> int:
+        """Of all heads' queries side by side."""
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def key_size(self) -> int:
+        """Of all heads' keys, or values, side by side."""
+        return self.num_key_value_heads * self.head_dim
+
 
 def draft_shape(
     given: dict[str, Any],
@@ -115,8 +125,8 @@ def check_on_gpu(shape: DraftShape, float8: bool) -> None:
     sizes = {
         "hidden_size": s.hidden_size,
         "intermediate_size": s.intermediate_size,
-        "num_attention_heads * head_dim": s.num_attention_heads * s.head_dim,
-        "num_key_value_heads * head_dim": s.num_key_value_heads * s.head_dim,
+        "num_attention_heads * head_dim": s.query_size,
+        "num_key_value_heads * head_dim": s.key_size,
     }
     for name, size in sizes.items():
         if float8 and size % 16:
@@ -143,9 +153,8 @@ def memory_needed(
 def parameter_count(shape: DraftShape) -> int:
     """Parameters of the draft, norms left out."""
     s = shape
-    q, kv = s.num_attention_heads * s.head_dim, s.num_key_value_heads * s.head_dim
     fc = s.num_aux_layers * s.hidden_size**2
-    layer = 2 * s.hidden_size * (q + 2 * kv) + q * s.hidden_size
+    layer = 2 * s.hidden_size * (s.query_size + 2 * s.key_size) + s.query_size * s.hidden_size
     layer += 3 * s.hidden_size * s.intermediate_size
     return fc + layer + s.hidden_size * s.draft_vocab_size
 
@@ -161,9 +170,8 @@ def flops_of_step(
         losses: per depth, the rows of the head.
     """
     s = shape
-    q, kv = s.num_attention_heads * s.head_dim, s.num_key_value_heads * s.head_dim
-    keys_values = 2 * s.hidden_size * 2 * kv
-    queries_mlp = 3 * s.hidden_size * q + 3 * s.hidden_size * s.intermediate_size
+    keys_values = 2 * s.hidden_size * 2 * s.key_size
+    queries_mlp = 3 * s.hidden_size * s.query_size + 3 * s.hidden_size * s.intermediate_size
     # a norm before fc takes a gradient from fc's input
     fc = (6 if s.norm_before_fc or s.fc_norm else 4) * s.num_aux_layers * s.hidden_size**2
     total = tokens * (fc + 6 * keys_values)

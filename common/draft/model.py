@@ -39,11 +39,10 @@ class Attention(nn.Module):
 
     def __init__(self, s: DraftShape):
         super().__init__()
-        q, kv = s.num_attention_heads * s.head_dim, s.num_key_value_heads * s.head_dim
-        self.q_proj = nn.Linear(2 * s.hidden_size, q, bias=False)
-        self.k_proj = nn.Linear(2 * s.hidden_size, kv, bias=False)
-        self.v_proj = nn.Linear(2 * s.hidden_size, kv, bias=False)
-        self.o_proj = nn.Linear(q, s.hidden_size, bias=False)
+        self.q_proj = nn.Linear(2 * s.hidden_size, s.query_size, bias=False)
+        self.k_proj = nn.Linear(2 * s.hidden_size, s.key_size, bias=False)
+        self.v_proj = nn.Linear(2 * s.hidden_size, s.key_size, bias=False)
+        self.o_proj = nn.Linear(s.query_size, s.hidden_size, bias=False)
 
 
 class MLP(nn.Module):
