@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything reads it
@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from common import engine, progress
+from tests.fork_server import ForkedProcess
 from tests.tiny_models import make_llama, make_rows
 
 progress.quiet_libraries()
@@ -30,41 +31,34 @@ engine.prepare_environment(1)
 SMOLLM2 = ROOT / "models" / "smollm2-135m-instruct"
 
 
-def script(name: str, *args: object, **kwargs) -> subprocess.CompletedProcess:
-    """Run one of the project's scripts as a user does; returns the finished process."""
-    return subprocess.run(
-        [sys.executable, str(ROOT / name), *map(str, args)],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        cwd=kwargs.pop("cwd", ROOT),
-        **kwargs,
-    )
+def started(*command: object, fresh: bool = False) -> subprocess.Popen[str]:
+    """Start Python on this, a script's path or `-c` and code first, with both streams caught:
+    in a child of the fork server, or in a fresh interpreter."""
+    return python(command, fresh=fresh)
+
+
+def python(command: Iterable[object], fresh: bool, **kwargs) -> subprocess.Popen[str]:
+    kind = subprocess.Popen if fresh else ForkedProcess
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return kind([sys.executable, *map(str, command)], text=True, **{"cwd": ROOT} | streams | kwargs)
+
+
+def script(name: str, *args: object, fresh: bool = False, **kwargs) -> subprocess.CompletedProcess:
+    """Run one of the project's scripts as a user does; returns the finished process. `fresh`: in
+    an interpreter of its own, where the start itself is tested, or an environment at the start."""
+    return ended(python([ROOT / name, *args], fresh, **kwargs), 600)
 
 
 def script_after(prelude: str, name: str, *args: object) -> subprocess.CompletedProcess:
     """Run one of the scripts after some lines of Python, which put a fault into it."""
     code = f"{prelude}\nimport runpy; runpy.run_path({str(ROOT / name)!r}, run_name='__main__')"
-    path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return subprocess.run(
-        [sys.executable, "-c", code, *map(str, args)],
-        capture_output=True, text=True, timeout=600, cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
-    )  # fmt: skip
+    return ended(started("-c", code, *args), 600)
 
 
 def must(result: subprocess.CompletedProcess) -> subprocess.CompletedProcess:
     """The process, which must have succeeded."""
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     return result
-
-
-def started(*command: object) -> subprocess.Popen[str]:
-    """Start Python on this, a script's path among it, with both streams caught."""
-    return subprocess.Popen(
-        [sys.executable, *map(str, command)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
-    )  # fmt: skip
 
 
 def wait_until(process: subprocess.Popen[str], ready: Callable[[], bool]) -> None:
