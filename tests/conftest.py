@@ -10,6 +10,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything reads it
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB, which every engine writes at its start
+if "PYTEST_XDIST_WORKER" in os.environ:  # two of these share two cores
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 from hypothesis import settings

@@ -35,14 +35,21 @@ from typing import Any
 # With what vLLM imports when an engine starts; the project's own modules are not among them.
 MODULES = (
     "torch",
+    "torch._dynamo.backends.inductor",
     "torch._inductor.compile_fx",
     "torch.optim",
     "torch.distributed.optim",
-    "torch.distributed.tensor",
+    "torch.distributed.tensor.experimental",
+    "torch.export._trace",
     "transformers",
     "transformers.models.auto.modeling_auto",
     "vllm",
+    "vllm.distributed.elastic_ep.elastic_execute",
+    "vllm.entrypoints.launchers.cli_args",
     "vllm.entrypoints.llm",
+    "vllm.plugins.lora_resolvers.hf_hub_resolver",
+    "vllm.utils.cpu_triton_utils",
+    "vllm.v1.core.sched.scheduler",
     "vllm.v1.engine.llm_engine",
     "vllm.v1.engine.core",
     "vllm.v1.executor.uniproc_executor",
@@ -54,6 +61,9 @@ MODULES = (
     "vllm.model_executor.models.llama",
     "vllm.model_executor.models.llama_eagle3",
     "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors",
+    "vllm.model_executor.layers.quantization.online.base",
+    "vllm.v1.pool.flash_maxsim",
+    "sympy.combinatorics",
     "speculators.models.eagle3",
     "datasets",
     "safetensors.torch",
@@ -68,7 +78,7 @@ MODULES = (
 # Without these OpenBLAS and Arrow start threads as they are imported.
 NO_THREADS = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 # Read by the interpreter or a library as it starts: a child cannot be given another value.
-READ_AT_START = ("PYTHON", "LD_", "OMP_", "KMP_", "MKL_", "OPENBLAS_", "HF_", "TRITON_", "TORCH")
+READ_AT_START = ("PYTHON", "LD_", "OMP_", "KMP_", "MKL_", "OPENBLAS_", "HF_", "TRITON_")
 PR_SET_PDEATHSIG = 1
 
 
@@ -162,18 +172,33 @@ def end(run: Any) -> None:
     os._exit(status & 0xFF)
 
 
+def find_out_once() -> None:
+    """What torch.compile asks of the machine, partly by other processes, and then remembers."""
+    from torch._inductor import codecache, cpu_vec_isa
+    from torch._inductor.codegen import common
+
+    cpu_vec_isa.pick_vec_isa()
+    codecache.CacheBase.get_system()
+    codecache.torch_key()
+    common.init_backend_registration()
+
+
 def main(control: int) -> None:
     os.environ["MPLBACKEND"] = "Agg"
     for name in MODULES:
         importlib.import_module(name)
+    find_out_once()
     count = len(os.listdir("/proc/self/task"))
     if count > 1:
         sys.exit(f"an import has started {count - 1} threads, which no child would have")
     gc.collect()
-    gc.freeze()  # else the first collection in each child would copy every page
+    # Else the first collection in each child would copy every page; vLLM unfreezes as it ends.
+    gc.freeze()
+    gc.unfreeze = lambda: None
     with socket.socket(fileno=control) as s:
         s.sendall(b"+")
         serve(s)
+    os._exit(0)
 
 
 # ---------------------------------------------------------------- the client

@@ -217,7 +217,7 @@ def test_a_name_that_is_neither_a_file_nor_known_to_a_hub(smollm2, tmp_path, mon
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     result = script("01_prepare_data.py", "--model-path", smollm2, "--dataset", "mydata/foo",
-                    "--output-dir", tmp_path / "out")  # fmt: skip
+                    "--output-dir", tmp_path / "out", fresh=True)  # fmt: skip
     fails(result, "mydata/foo: no such file, and the hub did not name", folder=tmp_path / "out")
 
 

@@ -2,8 +2,6 @@
 
 import json
 import signal
-import subprocess
-import sys
 import time
 
 import psutil
@@ -13,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from common.artifacts import REPORT
 from common.plan import plan_units
 from tests.conftest import (
-    ROOT,
     ended,
     extract_args,
     fails,
@@ -229,8 +226,7 @@ def test_an_engine_that_does_not_come_up_is_given_up(plain, tmp_path):
 def test_given_up_workers_are_ended():
     code = "import subprocess; from common.engine import end_workers; p = subprocess.Popen("
     code += "['sleep', '60']); end_workers(); print(p.wait(5))"
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert result.stdout.strip() == "-9"
+    assert ended(started("-c", code)).stdout.strip() == "-9"
 
 
 @pytest.mark.parametrize("moment", ["first", "middle", "last"])

@@ -112,7 +112,7 @@ def test_a_narrow_terminal_does_not_fail_a_run(tiny_stages, tmp_path, encoding):
             "--output-dir", out, "--draft-vocab-size", 64]  # fmt: skip
     env = {**os.environ, "PYTHONIOENCODING": encoding}
     for text in ("tokens cover", "is complete"):
-        result = must(script("02_build_vocab_map.py", *args, env=env))
+        result = must(script("02_build_vocab_map.py", *args, fresh=True, env=env))
         assert text in last_line(result)
         assert "o\\u65e5t" in last_line(result)
 

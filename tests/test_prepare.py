@@ -4,8 +4,6 @@ import gzip
 import json
 import os
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,7 +14,15 @@ from common.cli import UserError
 from common.conversations import FORMS, RowError, form_of, messages_of, tools_of
 from common.rows import parse_sources, read_rows
 from common.samples import read_samples
-from tests.conftest import ROOT, last_line, must, script, write_jsonl
+from tests.conftest import (
+    ended,
+    last_line,
+    must,
+    script,
+    started,
+    wait_until,
+    write_jsonl,
+)
 
 SHARED = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello!"}]
 TALK = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]
@@ -281,20 +287,18 @@ def test_workers_end_with_a_main_process_that_was_killed(smollm2, tmp_path):
                           {"role": "assistant", "content": f"{n} " * 300}]}
             for n in range(20_000)]  # fmt: skip
     data = write_jsonl(tmp_path / "rows.jsonl", rows)
-    command = [sys.executable, "01_prepare_data.py", "--model-path", smollm2, "--dataset", data,
-               "--output-dir", tmp_path / "o", "--workers", 2]  # fmt: skip
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    process = psutil.Popen(list(map(str, command)), cwd=ROOT, **quiet)
-    deadline = time.monotonic() + 120
-    while len(process.children(recursive=True)) < 4:  # forkserver, tracker, two workers
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    others = process.children(recursive=True)
+    process = started("01_prepare_data.py", "--model-path", smollm2, "--dataset", data,
+                      "--output-dir", tmp_path / "o", "--workers", 2)  # fmt: skip
+
+    def children() -> list[psutil.Process]:
+        return psutil.Process(process.pid).children(recursive=True)
+
+    wait_until(process, lambda: len(children()) == 4)  # forkserver, tracker, two workers
+    others = children()
     time.sleep(3)
     assert process.poll() is None
     process.kill()
-    process.wait()
+    ended(process)
     assert not psutil.wait_procs(others, timeout=20)[1]
 
 

@@ -29,7 +29,8 @@ SETTINGS = ("--compute-dtype", "float32", "--device", "cpu", "--max-batch-tokens
 
 def two_ranks(args) -> subprocess.Popen:
     """04 as torchrun starts it."""
-    return started("-m", "torch.distributed.run", "--nproc-per-node", 2, "04_train.py", *args)
+    return started("-m", "torch.distributed.run", "--nproc-per-node", 2, "04_train.py", *args,
+                   fresh=True)  # fmt: skip
 
 
 def losses(folder) -> list[float]:
@@ -170,7 +171,8 @@ summed.finish()
 sums = [p.grad[0].item() for p in parameters]
 open(f"{{sys.argv[1]}}/{{ranks.rank}}", "w").write(str(sums))
 """)
-    must(ended(started("-m", "torch.distributed.run", "--nproc-per-node", 2, code, tmp_path)))
+    must(ended(started("-m", "torch.distributed.run", "--nproc-per-node", 2, code, tmp_path,
+                       fresh=True)))  # fmt: skip
     assert [(tmp_path / rank).read_text() for rank in "01"] == ["[1.0, 30.0, 300.0]"] * 2
 
 

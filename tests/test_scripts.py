@@ -50,8 +50,8 @@ def no_heavy_imports(tmp_path):
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_help_and_wrong_flags_answer_before_any_heavy_import(name, no_heavy_imports):
-    assert "usage:" in must(script(name, "--help", env=no_heavy_imports)).stdout
-    wrong = script(name, "--model-pth", "x", env=no_heavy_imports)
+    assert "usage:" in must(script(name, "--help", fresh=True, env=no_heavy_imports)).stdout
+    wrong = script(name, "--model-pth", "x", fresh=True, env=no_heavy_imports)
     assert wrong.returncode == 2
     assert last_line(wrong) == "error: unknown flag --model-pth; did you mean --model-path?"
 
@@ -127,7 +127,9 @@ while :; do sleep 0.1; done
 
 
 def test_misspelt_prepared_data_names_the_flag(no_heavy_imports):
-    result = script("03_extract_hidden_states.py", "--prepard-data", "x", env=no_heavy_imports)
+    result = script(
+        "03_extract_hidden_states.py", "--prepard-data", "x", fresh=True, env=no_heavy_imports
+    )
     assert result.returncode == 2
     assert last_line(result) == "error: unknown flag --prepard-data; did you mean --prepared-data?"
 

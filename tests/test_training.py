@@ -3,8 +3,6 @@
 import json
 import shutil
 import signal
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -19,7 +17,7 @@ from common.packing import count_work
 from common.samples import read_samples
 from common.training import schedule
 from tests.conftest import (
-    ROOT,
+    ended,
     extract_args,
     fails,
     files_of,
@@ -29,6 +27,7 @@ from tests.conftest import (
     must,
     script,
     script_after,
+    started,
     train_args,
 )
 
@@ -340,7 +339,7 @@ def test_a_signal_that_comes_twice_at_once_is_one(tmp_path):
         "os.kill(os.getpid(), signal.SIGTERM)\n"
         "print('not reached')\n"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    run = ended(started("-c", code))
     assert run.returncode == 143
     assert run.stdout.splitlines()[-1] == "143"
     assert "interrupted again" in run.stderr
