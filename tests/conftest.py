@@ -3,11 +3,13 @@
 import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything reads it
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB, which every engine writes at its start
@@ -31,6 +33,8 @@ from tests.tiny_models import make_llama, make_rows
 progress.quiet_libraries()
 engine.prepare_environment(1)
 
+# vLLM's own engine in this process sets LD_PRELOAD and more, which no script is to have.
+ENVIRONMENT = dict(os.environ)
 SMOLLM2 = ROOT / "models" / "smollm2-135m-instruct"
 
 
@@ -40,10 +44,13 @@ def started(*command: object, fresh: bool = False) -> subprocess.Popen[str]:
     return python(command, fresh=fresh)
 
 
-def python(command: Iterable[object], fresh: bool, **kwargs) -> subprocess.Popen[str]:
+def python(command: Iterable[object], fresh: bool = False, **kwargs) -> subprocess.Popen[str]:
+    """subprocess.Popen for Python, in the project's folder, with both streams caught unless
+    `kwargs` say otherwise."""
     kind = subprocess.Popen if fresh else ForkedProcess
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return kind([sys.executable, *map(str, command)], text=True, **{"cwd": ROOT} | streams | kwargs)
+    options: dict[str, Any] = {"cwd": ROOT, "env": ENVIRONMENT, "text": True}
+    options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | kwargs
+    return kind([sys.executable, *map(str, command)], **options)
 
 
 def script(name: str, *args: object, fresh: bool = False, **kwargs) -> subprocess.CompletedProcess:
@@ -91,6 +98,12 @@ def killed(name, args, ready, sig) -> subprocess.CompletedProcess:
     wait_until(process, ready)
     process.send_signal(sig)
     return ended(process)
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
 
 
 def lines_of(path: Path) -> int:

