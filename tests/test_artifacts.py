@@ -6,6 +6,8 @@ from common import artifacts
 from common.cli import UserError
 from common.progress import Progress
 
+pytestmark = pytest.mark.quick
+
 
 def test_a_write_that_fails_leaves_the_old_file(tmp_path):
     path = tmp_path / "f"

@@ -17,6 +17,8 @@ from tests.conftest import (
     write_jsonl,
 )
 
+pytestmark = pytest.mark.quick
+
 CHAT = {
     "id": "c",
     "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}],

@@ -8,6 +8,8 @@ import pytest
 from common.artifacts import REPORT
 from tests.conftest import ENVIRONMENT, fails, last_line, must, script, train_args, write_jsonl
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize("flag", ["--lr", "--clip", "--heldout-fraction", "--ttt-decay"])
 @pytest.mark.parametrize("value", ["nan", "inf", "-1"])

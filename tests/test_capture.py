@@ -16,6 +16,8 @@ from common.selfcheck import check_final_layer, check_received
 from common.verifier import load_verifier, read_tensors
 from common.writer import match_rows
 
+pytestmark = [pytest.mark.quick, pytest.mark.xdist_group("engine")]
+
 LAYERS = [2, 15, 27, 29]
 TEXTS = [
     "The tide was out and the boats lay tilted in the mud.",

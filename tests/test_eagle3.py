@@ -13,6 +13,8 @@ from common.packed_row import make_row
 from common.products import Products
 from common.ttt_step import Teacher, acceptance, heldout_counts, step_loss
 
+pytestmark = pytest.mark.quick
+
 H, V, D, DEPTHS = 64, 96, 40, 3
 PLAIN = Products(torch.float32)
 

@@ -28,6 +28,8 @@ from tests.conftest import (
 )
 from tests.tiny_models import make_llama, make_rows
 
+pytestmark = pytest.mark.xdist_group("faults")
+
 ODD = 450  # a token that two samples hold
 
 
@@ -109,6 +111,7 @@ def test_samples_with_nan_are_skipped_and_the_rest_is_whole(odd, tmp_path):
     assert "train: 22 samples" in must(script("04_train.py", *args)).stdout
 
 
+@pytest.mark.quick
 def test_bad_samples_among_the_longest_are_skipped(nan_llama, tmp_path):
     """Passes go longest first, so these fill the first ones; the probe looks further."""
     rows = make_rows(16, vocab_size=400)

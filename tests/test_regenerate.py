@@ -25,6 +25,8 @@ from tests.conftest import (
     write_jsonl,
 )
 
+pytestmark = pytest.mark.xdist_group("regenerate")
+
 TOOL = "tools/regenerate_responses.py"
 
 
@@ -234,6 +236,7 @@ def test_a_server_that_is_not_there(smollm2, tmp_path):
     fails(result, "is the server up, and OpenAI-compatible?")
 
 
+@pytest.mark.quick
 def test_turns_are_joined_only_where_one_goes_on_from_the_other():
     def row(name, ids, mask):
         return {"id": name, "input_ids": ids, "loss_mask": mask, "finish_reason": "stop"}
@@ -249,6 +252,7 @@ def test_turns_are_joined_only_where_one_goes_on_from_the_other():
     assert other == row("a##2", [1, 2, 3, 7], [0, 0, 0, 1])
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("first", "second"), [("stop", "length"), ("length", "stop")])
 def test_an_answer_that_was_cut_keeps_its_own_row(first, second):
     rows = [
@@ -259,6 +263,7 @@ def test_an_answer_that_was_cut_keeps_its_own_row(first, second):
     assert joined(rows) == rows
 
 
+@pytest.mark.quick
 def test_nothing_is_asked_after_an_answer_that_was_cut_or_calls_tools():
     user = {"role": "user", "content": "x"}
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -323,6 +328,7 @@ def test_several_answers_to_a_prompt(smollm2, tokenizer, tmp_path):
         check_ids(tokenizer, row)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("text", "parts"),
     [

@@ -47,6 +47,7 @@ def no_heavy_imports(tmp_path):
     return ENVIRONMENT | {"PYTHONPATH": str(tmp_path)}
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_help_and_wrong_flags_answer_before_any_heavy_import(name, no_heavy_imports):
     assert "usage:" in must(script(name, "--help", fresh=True, env=no_heavy_imports)).stdout
@@ -133,6 +134,7 @@ def test_misspelt_prepared_data_names_the_flag(no_heavy_imports):
     assert last_line(result) == "error: unknown flag --prepard-data; did you mean --prepared-data?"
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -174,6 +176,7 @@ def test_command_line_wins_over_yaml(tmp_path, tiny_llama, tiny_prepared):
     assert not (tmp_path / "o").exists()
 
 
+@pytest.mark.quick
 def test_whole_chain_and_skipping(tiny_stages, tmp_path):
     """02, 03 and 04 on the tiny verifier end with a checkpoint, and run again do nothing."""
     out = tmp_path / "draft"
@@ -265,6 +268,7 @@ def test_disk_that_fills_up_while_extracting(tiny_stages, tmp_path):
         assert files_of(out) == files_of(whole)
 
 
+@pytest.mark.quick
 def test_a_truncated_file_is_made_again_by_a_resume(tiny_stages, tmp_path):
     """Files cut short or deleted (a disk fault, a hand) are found and their units run again."""
     out = tmp_path / "hidden"
@@ -287,7 +291,11 @@ def six_epochs(tiny_stages, tmp_path_factory):
     return out
 
 
-@pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.xdist_group("six epochs")
+@pytest.mark.parametrize(
+    "sig",
+    [pytest.param(signal.SIGKILL, marks=pytest.mark.quick), signal.SIGTERM, signal.SIGINT],
+)
 def test_training_resumes_to_the_same_bits(tiny_stages, six_epochs, tmp_path, sig):
     whole, out = six_epochs, tmp_path / "killed"
     args = train_args(tiny_stages, out, *SIX_EPOCHS)

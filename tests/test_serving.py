@@ -18,6 +18,8 @@ from common.hidden_folder import open_hidden
 from common.verifier import load_verifier, read_tensors
 from tests.conftest import must, script, write_jsonl
 
+pytestmark = pytest.mark.xdist_group("engine")
+
 
 @pytest.fixture(scope="module")
 def served(tiny_llama, tmp_path_factory):
@@ -182,6 +184,7 @@ def test_right_drafts_are_accepted_and_change_no_answer(tiny_llama, tiny_prepare
     assert result["identical_share"] == 1
 
 
+@pytest.mark.quick
 def test_serving_ids_are_ours_plus_one():
     assert serving_layer_ids([2, 30, 58]) == [3, 31, 59]
 
@@ -202,6 +205,7 @@ def test_a_draft_that_a_server_would_read_as_zeros_is_refused(served, tmp_path, 
         serving.check_draft(folder, served["model"])
 
 
+@pytest.mark.quick
 def test_exported_names_are_those_vllm_reads(served, tmp_path):
     from safetensors import safe_open
 

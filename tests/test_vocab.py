@@ -16,6 +16,8 @@ from common.vocab import (
     merge_counts,
 )
 
+pytestmark = pytest.mark.quick
+
 
 @given(
     st.lists(st.integers(0, 5), min_size=4, max_size=60),
