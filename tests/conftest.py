@@ -15,6 +15,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before anything reads it
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB, which every engine writes at its start
 if "PYTEST_XDIST_WORKER" in os.environ:  # two of these share two cores
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # where there are more threads than cores
 
 import pytest
 from hypothesis import settings
@@ -59,10 +60,15 @@ def script(name: str, *args: object, fresh: bool = False, **kwargs) -> subproces
     return ended(python([ROOT / name, *args], fresh, **kwargs), 600)
 
 
+def after(prelude: str, name: str) -> list[object]:
+    """Python's arguments to run one of the scripts after some lines of Python."""
+    run = f"import runpy; runpy.run_path({str(ROOT / name)!r}, run_name='__main__')"
+    return ["-c", f"{prelude}\n{run}"]
+
+
 def script_after(prelude: str, name: str, *args: object) -> subprocess.CompletedProcess:
-    """Run one of the scripts after some lines of Python, which put a fault into it."""
-    code = f"{prelude}\nimport runpy; runpy.run_path({str(ROOT / name)!r}, run_name='__main__')"
-    return ended(started("-c", code, *args), 600)
+    """Run one of the scripts after some lines of Python, which put a fault into it, say."""
+    return ended(started(*after(prelude, name), *args), 600)
 
 
 def must(result: subprocess.CompletedProcess) -> subprocess.CompletedProcess:
@@ -92,9 +98,9 @@ def ended(process: subprocess.Popen[str], seconds: float = 120) -> subprocess.Co
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
-def killed(name, args, ready, sig) -> subprocess.CompletedProcess:
+def killed(name, args, ready, sig, prelude: str = "") -> subprocess.CompletedProcess:
     """Run a script and send it a signal (0: none) as soon as `ready` says so."""
-    process = started(ROOT / name, *args)
+    process = started(*(after(prelude, name) if prelude else [ROOT / name]), *args)
     wait_until(process, ready)
     process.send_signal(sig)
     return ended(process)

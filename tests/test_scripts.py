@@ -23,6 +23,7 @@ from tests.conftest import (
     mounted,
     must,
     script,
+    script_after,
     started,
     train_args,
     wait_until,
@@ -280,14 +281,16 @@ def test_a_truncated_file_is_made_again_by_a_resume(tiny_stages, tmp_path):
     assert files_of(out) == files_of(tiny_stages["hidden"])
 
 
+TWO_THREADS = "import torch; torch.set_num_threads(2)"
 SIX_EPOCHS = ("--save-every", 3, "--epochs", 6)
 
 
 @pytest.fixture(scope="module")
 def six_epochs(tiny_stages, tmp_path_factory):
-    """The unbroken run."""
+    """The unbroken run, on two threads."""
     out = tmp_path_factory.mktemp("six") / "draft"
-    must(script("04_train.py", *train_args(tiny_stages, out, *SIX_EPOCHS)))
+    args = train_args(tiny_stages, out, *SIX_EPOCHS)
+    must(script_after(TWO_THREADS, "04_train.py", *args))
     return out
 
 
@@ -300,9 +303,9 @@ def test_training_resumes_to_the_same_bits(tiny_stages, six_epochs, tmp_path, si
     whole, out = six_epochs, tmp_path / "killed"
     args = train_args(tiny_stages, out, *SIX_EPOCHS)
     metrics = out / "metrics.jsonl"
-    result = killed("04_train.py", args, lambda: lines_of(metrics) >= 8, sig)
+    result = killed("04_train.py", args, lambda: lines_of(metrics) >= 8, sig, TWO_THREADS)
     assert result.returncode == (-9 if sig == signal.SIGKILL else 128 + sig)
-    again = must(script("04_train.py", *args))
+    again = must(script_after(TWO_THREADS, "04_train.py", *args))
     assert "continuing after step" in again.stdout
     assert (out / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
 
