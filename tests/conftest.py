@@ -3,13 +3,19 @@
 import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything reads it
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB, which every engine writes at its start
+if "PYTEST_XDIST_WORKER" in os.environ:  # two of these share two cores
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # where there are more threads than cores
 
 import pytest
 from hypothesis import settings
@@ -23,49 +29,53 @@ sys.path.insert(0, str(ROOT))
 
 from common import progress
 from common.verifier import engine
+from tests.fork_server import ForkedProcess
 from tests.tiny_models import make_llama, make_rows
 
 progress.quiet_libraries()
 engine.prepare_environment(1)
 
+# vLLM's own engine in this process sets LD_PRELOAD and more, which no script is to have.
+ENVIRONMENT = dict(os.environ)
 SMOLLM2 = ROOT / "models" / "smollm2-135m-instruct"
 
 
-def script(name: str, *args: object, **kwargs) -> subprocess.CompletedProcess:
-    """Run one of the project's scripts as a user does; returns the finished process."""
-    return subprocess.run(
-        [sys.executable, str(ROOT / name), *map(str, args)],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        cwd=kwargs.pop("cwd", ROOT),
-        **kwargs,
-    )
+def started(*command: object, fresh: bool = False) -> subprocess.Popen[str]:
+    """Start Python on this, a script's path or `-c` and code first, with both streams caught:
+    in a child of the fork server, or in a fresh interpreter."""
+    return python(command, fresh=fresh)
+
+
+def python(command: Iterable[object], fresh: bool = False, **kwargs) -> subprocess.Popen[str]:
+    """subprocess.Popen for Python, in the project's folder, with both streams caught unless
+    `kwargs` say otherwise."""
+    kind = subprocess.Popen if fresh else ForkedProcess
+    options: dict[str, Any] = {"cwd": ROOT, "env": ENVIRONMENT, "text": True}
+    options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | kwargs
+    return kind([sys.executable, *map(str, command)], **options)
+
+
+def script(name: str, *args: object, fresh: bool = False, **kwargs) -> subprocess.CompletedProcess:
+    """Run one of the project's scripts as a user does; returns the finished process. `fresh`: in
+    an interpreter of its own, where the start itself is tested, or an environment at the start."""
+    return ended(python([ROOT / name, *args], fresh, **kwargs), 600)
+
+
+def after(prelude: str, name: str) -> list[object]:
+    """Python's arguments to run one of the scripts after some lines of Python."""
+    run = f"import runpy; runpy.run_path({str(ROOT / name)!r}, run_name='__main__')"
+    return ["-c", f"{prelude}\n{run}"]
 
 
 def script_after(prelude: str, name: str, *args: object) -> subprocess.CompletedProcess:
-    """Run one of the scripts after some lines of Python, which put a fault into it."""
-    code = f"{prelude}\nimport runpy; runpy.run_path({str(ROOT / name)!r}, run_name='__main__')"
-    path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return subprocess.run(
-        [sys.executable, "-c", code, *map(str, args)],
-        capture_output=True, text=True, timeout=600, cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
-    )  # fmt: skip
+    """Run one of the scripts after some lines of Python, which put a fault into it, say."""
+    return ended(started(*after(prelude, name), *args), 600)
 
 
 def must(result: subprocess.CompletedProcess) -> subprocess.CompletedProcess:
     """The process, which must have succeeded."""
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     return result
-
-
-def started(*command: object) -> subprocess.Popen[str]:
-    """Start Python on this, a script's path among it, with both streams caught."""
-    return subprocess.Popen(
-        [sys.executable, *map(str, command)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
-    )  # fmt: skip
 
 
 def wait_until(process: subprocess.Popen[str], ready: Callable[[], bool]) -> None:
@@ -89,12 +99,18 @@ def ended(process: subprocess.Popen[str], seconds: float = 120) -> subprocess.Co
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
-def killed(name, args, ready, sig) -> subprocess.CompletedProcess:
+def killed(name, args, ready, sig, prelude: str = "") -> subprocess.CompletedProcess:
     """Run a script and send it a signal (0: none) as soon as `ready` says so."""
-    process = started(ROOT / name, *args)
+    process = started(*(after(prelude, name) if prelude else [ROOT / name]), *args)
     wait_until(process, ready)
     process.send_signal(sig)
     return ended(process)
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
 
 
 def lines_of(path: Path) -> int:

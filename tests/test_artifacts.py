@@ -15,6 +15,8 @@ from common.manifest import (
 )
 from common.progress import Progress
 
+pytestmark = pytest.mark.quick
+
 
 def test_a_write_that_fails_leaves_the_old_file(tmp_path):
     path = tmp_path / "f"

@@ -7,7 +7,18 @@ import pytest
 
 from common.artifacts import atomic_file
 from common.manifest import MANIFEST
-from tests.conftest import extract_args, fails, last_line, mounted, must, script, write_jsonl
+from tests.conftest import (
+    ENVIRONMENT,
+    extract_args,
+    fails,
+    last_line,
+    mounted,
+    must,
+    script,
+    write_jsonl,
+)
+
+pytestmark = pytest.mark.quick
 
 CHAT = {
     "id": "c",
@@ -213,12 +224,12 @@ def test_a_folder_without_its_plan_says_what_to_do(tiny_stages, tmp_path):
     fails(result, "has no plan.json", "--overwrite makes it again")
 
 
-def test_a_name_that_is_neither_a_file_nor_known_to_a_hub(smollm2, tmp_path, monkeypatch):
+def test_a_name_that_is_neither_a_file_nor_known_to_a_hub(smollm2, tmp_path):
     """A misspelt folder looks like a hub's name; here the hub is a closed port."""
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    online = ENVIRONMENT | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}
     result = script("01_prepare_data.py", "--model-path", smollm2, "--dataset", "mydata/foo",
-                    "--output-dir", tmp_path / "out")  # fmt: skip
+                    "--output-dir", tmp_path / "out", fresh=True,
+                    env=online)  # fmt: skip
     fails(result, "mydata/foo: no such file, and the hub did not name", folder=tmp_path / "out")
 
 

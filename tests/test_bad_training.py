@@ -6,7 +6,9 @@ import shutil
 import pytest
 
 from common.manifest import MANIFEST
-from tests.conftest import fails, last_line, must, script, train_args, write_jsonl
+from tests.conftest import ENVIRONMENT, fails, last_line, must, script, train_args, write_jsonl
+
+pytestmark = pytest.mark.quick
 
 
 @pytest.mark.parametrize("flag", ["--lr", "--clip", "--heldout-fraction", "--ttt-decay"])
@@ -157,10 +159,9 @@ def test_odd_values_are_wrong_flags(flag, value, text):
 
 
 @pytest.mark.parametrize("found", [{"WORLD_SIZE": "x"}, {"WORLD_SIZE": "2", "LOCAL_RANK": "0"}])
-def test_half_of_what_torchrun_sets(tiny_stages, tmp_path, monkeypatch, found):
-    for name, value in found.items():
-        monkeypatch.setenv(name, value)
-    result = script("04_train.py", *train_args(tiny_stages, tmp_path / "d"))
+def test_half_of_what_torchrun_sets(tiny_stages, tmp_path, found):
+    env = ENVIRONMENT | found
+    result = script("04_train.py", *train_args(tiny_stages, tmp_path / "d"), env=env)
     fails(result, "start several processes by torchrun", folder=tmp_path / "d")
 
 

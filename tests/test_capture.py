@@ -21,6 +21,8 @@ from common.verifier.decoder import find_decoder
 from common.verifier.engine import start_engine, stop_engine
 from common.verifier.tensors import read_tensors
 
+pytestmark = [pytest.mark.quick, pytest.mark.xdist_group("engine")]
+
 LAYERS = [2, 15, 27, 29]
 TEXTS = [
     "The tide was out and the boats lay tilted in the mud.",

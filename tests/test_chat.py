@@ -15,6 +15,8 @@ from tests.templates import CASES as TEMPLATES
 from tests.templates import Case
 from tests.tiktoken_tokenizer import SPECIAL, make_tiktoken
 
+pytestmark = [pytest.mark.quick, pytest.mark.xdist_group("chat")]
+
 CASES = TEMPLATES | {"kimi_tiktoken": TEMPLATES["kimi_k2"]}
 
 

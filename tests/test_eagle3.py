@@ -14,6 +14,8 @@ from common.training.heldout import acceptance, heldout_counts
 from common.training.optimizers import make_optimizers, optimizer_state
 from common.training.step import Target, step_loss
 
+pytestmark = pytest.mark.quick
+
 H, V, D, DEPTHS = 64, 96, 40, 3
 PLAIN = LinearProducts(torch.float32)
 

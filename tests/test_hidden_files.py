@@ -39,6 +39,7 @@ def rows_of(states_TLH: torch.Tensor, scale_TL: torch.Tensor | None = None) -> R
     return rows
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
 def test_files_are_what_the_safetensors_library_writes(tmp_path, dtype):
     """To the byte, so every reader of safetensors reads them; the size is known beforehand."""
@@ -56,11 +57,13 @@ def test_files_are_what_the_safetensors_library_writes(tmp_path, dtype):
     )
 
 
+@pytest.mark.quick
 def test_bytes_a_token_of_kimi():
     assert StatesFormat(4, 7168, "bfloat16").bytes_per_token == 57_344 + 8
     assert StatesFormat(4, 7168, FP8).bytes_per_token == 28_672 + 16 + 8
 
 
+@pytest.mark.quick
 @given(st.integers(0, 2**32 - 1), st.sampled_from([1e-6, 1.0, 1e4]))
 def test_float8_keeps_every_value_within_its_step(seed, size):
     """Normal float8 numbers round by at most 1/16 of a value, smaller ones by half of the
@@ -77,6 +80,7 @@ def test_float8_keeps_every_value_within_its_step(seed, size):
     assert torch.allclose(back_NH.abs().amax(-1), largest_N, rtol=1e-6)
 
 
+@pytest.mark.quick
 def test_reading_float8_gives_bfloat16_and_the_first_tokens_alone(tmp_path):
     x_TLH = torch.randn(9, 4, 32)
     q = [quantize_rows(x_TLH[:, k], x_TLH[:, k].abs().amax(-1)) for k in range(4)]
@@ -92,6 +96,7 @@ def test_reading_float8_gives_bfloat16_and_the_first_tokens_alone(tmp_path):
     assert torch.equal(first_T, ids_T[:4])
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", FP8])
 def test_all_finite_sees_one_bad_value(dtype):
     x = torch.randn(1000).to(getattr(torch, dtype))
@@ -105,6 +110,7 @@ def test_all_finite_sees_one_bad_value(dtype):
 lengths = st.dictionaries(st.integers(0, 5000), st.integers(1, 64), min_size=1, max_size=200)
 
 
+@pytest.mark.quick
 @given(lengths, st.integers(64, 200), st.integers(1, 9))
 def test_shards_share_the_passes_evenly_by_tokens(lengths, budget, count):
     units = plan_batches(lengths, budget)
@@ -118,6 +124,7 @@ def verify(stages, out):
     return script("03_extract_hidden_states.py", *extract_args(stages, out, "--verify"))
 
 
+@pytest.mark.quick
 def test_verify_passes_on_a_whole_folder(tiny_stages):
     before = {p: p.stat().st_mtime_ns for p in tiny_stages["hidden"].rglob("*")}
     result = must(verify(tiny_stages, tiny_stages["hidden"]))
@@ -126,6 +133,7 @@ def test_verify_passes_on_a_whole_folder(tiny_stages):
     assert before == {p: p.stat().st_mtime_ns for p in tiny_stages["hidden"].rglob("*")}
 
 
+@pytest.mark.quick
 def test_verify_refuses_another_runs_report(tiny_stages, tmp_path):
     out = tmp_path / "hidden"
     shutil.copytree(tiny_stages["hidden"], out)
@@ -156,6 +164,7 @@ def not_finite(path):
     path.write_bytes(save(tensors))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("spoil", "journal", "text"),
     [

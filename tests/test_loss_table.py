@@ -1,10 +1,13 @@
 """The rule of loss positions, against its definition in words."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from common.draft.loss_table import loss_table, query_positions
+
+pytestmark = pytest.mark.quick
 
 masks = st.lists(st.lists(st.booleans(), min_size=1, max_size=12), min_size=1, max_size=4)
 

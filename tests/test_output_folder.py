@@ -11,6 +11,7 @@ import pytest
 from common.manifest import MANIFEST
 from common.states.folder import shard_folder
 from tests.conftest import (
+    ENVIRONMENT,
     ROOT,
     extract_args,
     files_of,
@@ -110,9 +111,9 @@ def test_a_narrow_terminal_does_not_fail_a_run(tiny_stages, tmp_path, encoding):
     out = tmp_path / "o日t"
     args = ["--model-path", tiny_stages["model"], "--prepared-data", tiny_stages["prepared"],
             "--output-dir", out, "--draft-vocab-size", 64]  # fmt: skip
-    env = {**os.environ, "PYTHONIOENCODING": encoding}
+    env = {**ENVIRONMENT, "PYTHONIOENCODING": encoding}
     for text in ("tokens cover", "is complete"):
-        result = must(script("02_build_vocab_map.py", *args, env=env))
+        result = must(script("02_build_vocab_map.py", *args, fresh=True, env=env))
         assert text in last_line(result)
         assert "o\\u65e5t" in last_line(result)
 
@@ -127,7 +128,7 @@ def test_a_log_that_cannot_be_written_ends_no_run(tiny_stages, tmp_path):
     with open("/dev/full", "w") as full, open(write, "w") as unread:
         for name, stream in ("unread", unread), ("full", full):
             command = list(map(str, [*args, tmp_path / name]))
-            subprocess.run(command, stdout=stream, stderr=stream, check=True)
+            subprocess.run(command, stdout=stream, stderr=stream, env=ENVIRONMENT, check=True)
             assert (tmp_path / name / "d2t.npy").exists()
 
 
@@ -141,7 +142,9 @@ def test_what_a_kill_leaves_of_the_self_check_may_be_overwritten(tiny_stages, tm
 def test_closed_streams_do_not_fail_a_run(tiny_stages, tmp_path):
     args = extract_args(tiny_stages, tmp_path / "o", "--dry-run")
     command = " ".join(map(str, [sys.executable, "03_extract_hidden_states.py", *args]))
-    result = subprocess.run(["bash", "-c", f"exec {command} 0<&- 1>&- 2>&-"], cwd=ROOT)
+    result = subprocess.run(
+        ["bash", "-c", f"exec {command} 0<&- 1>&- 2>&-"], cwd=ROOT, env=ENVIRONMENT
+    )
     assert result.returncode == 0
 
 

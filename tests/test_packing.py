@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 from common.extraction.batching import MAX_SAMPLES_PER_BATCH, plan_batches
 from common.training.packing import is_heldout, pack_rows
 
+pytestmark = pytest.mark.quick
+
 lengths = st.dictionaries(st.integers(0, 5000), st.integers(1, 64), min_size=1, max_size=300)
 
 

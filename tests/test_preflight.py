@@ -14,6 +14,8 @@ from common.verifier.config import load_verifier
 from common.verifier.fingerprint import fingerprint, weights_fingerprint
 from tests.conftest import extract_args, last_line, must, script, write_jsonl
 
+pytestmark = pytest.mark.quick
+
 # Its published config.json, the part that stage 3 reads.
 KIMI = {
     "architectures": ["KimiK25ForConditionalGeneration"],

@@ -4,8 +4,6 @@ import gzip
 import json
 import os
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,12 +14,21 @@ from common.data.conversations import FORMS, RowError, form_of, messages_of, too
 from common.data.samples import read_samples
 from common.data.sources import parse_sources, read_rows
 from common.errors import UserError
-from tests.conftest import ROOT, last_line, must, script, write_jsonl
+from tests.conftest import (
+    ended,
+    last_line,
+    must,
+    script,
+    started,
+    wait_until,
+    write_jsonl,
+)
 
 SHARED = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello!"}]
 TALK = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("form", "row"),
     [
@@ -41,6 +48,7 @@ def test_forms_of_one_conversation(form, row):
     assert messages_of(row, form) == TALK
 
 
+@pytest.mark.quick
 def test_what_stands_beside_a_conversation():
     call = {"name": "add", "arguments": '{"a": 1}'}
     row = {
@@ -67,6 +75,7 @@ def test_what_stands_beside_a_conversation():
     }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("row", "text"),
     [
@@ -90,6 +99,7 @@ def rows_of(*texts, max_samples=None):
     return [r.value["n"] for r in read_rows(parse_sources(list(map(str, texts)), max_samples))]
 
 
+@pytest.mark.quick
 def test_files_folders_and_packings(tmp_path):
     import pyarrow
     import pyarrow.parquet
@@ -110,6 +120,7 @@ def test_files_folders_and_packings(tmp_path):
             rows_of(path)
 
 
+@pytest.mark.quick
 def test_sources_mix_by_weight(tmp_path):
     a = write_jsonl(tmp_path / "a.jsonl", [{"n": n} for n in range(100)])
     b = write_jsonl(tmp_path / "b.jsonl", [{"n": 1000 + n} for n in range(4)])
@@ -118,6 +129,7 @@ def test_sources_mix_by_weight(tmp_path):
     assert sorted(mixed) == [*range(100), *range(1000, 1004)]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("text", "error"),
     [
@@ -157,6 +169,7 @@ def talk(n: int, words: int = 30) -> dict:
     return {"messages": pair * 3}
 
 
+@pytest.mark.quick
 def test_long_samples_are_cut_dropped_or_split(smollm2, tmp_path):
     data = write_jsonl(tmp_path / "d.jsonl", [talk(0), talk(1, 8)])
     sizes = {}
@@ -211,6 +224,7 @@ def test_an_id_does_not_part_or_join_conversations(smollm2, tmp_path):
     assert found == ["set#0", "set#1", "set#2", "ours"]
 
 
+@pytest.mark.quick
 def test_answers_that_the_length_limit_cut_are_left_out(smollm2, tmp_path):
     row = {"input_ids": [1, 5, 6, 7], "loss_mask": [0, 0, 1, 1]}
     data = write_jsonl(
@@ -224,6 +238,7 @@ def test_answers_that_the_length_limit_cut_are_left_out(smollm2, tmp_path):
     assert [s["id"] for s in samples(tmp_path / "b")] == ["a"]
 
 
+@pytest.mark.quick
 def test_a_person_sees_the_mask(smollm2, tmp_path):
     data = write_jsonl(tmp_path / "d.jsonl", [{"id": "x", "messages": TALK}])
     result = prepare(smollm2, data, tmp_path / "out", "--show", 5)
@@ -281,20 +296,18 @@ def test_workers_end_with_a_main_process_that_was_killed(smollm2, tmp_path):
                           {"role": "assistant", "content": f"{n} " * 300}]}
             for n in range(20_000)]  # fmt: skip
     data = write_jsonl(tmp_path / "rows.jsonl", rows)
-    command = [sys.executable, "01_prepare_data.py", "--model-path", smollm2, "--dataset", data,
-               "--output-dir", tmp_path / "o", "--workers", 2]  # fmt: skip
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    process = psutil.Popen(list(map(str, command)), cwd=ROOT, **quiet)
-    deadline = time.monotonic() + 120
-    while len(process.children(recursive=True)) < 4:  # forkserver, tracker, two workers
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    others = process.children(recursive=True)
+    process = started("01_prepare_data.py", "--model-path", smollm2, "--dataset", data,
+                      "--output-dir", tmp_path / "o", "--workers", 2)  # fmt: skip
+
+    def children() -> list[psutil.Process]:
+        return psutil.Process(process.pid).children(recursive=True)
+
+    wait_until(process, lambda: len(children()) == 4)  # forkserver, tracker, two workers
+    others = children()
     time.sleep(3)
     assert process.poll() is None
     process.kill()
-    process.wait()
+    ended(process)
     assert not psutil.wait_procs(others, timeout=20)[1]
 
 
@@ -323,6 +336,7 @@ def test_answers_that_the_server_ended_are_dropped(smollm2, tmp_path, reason):
     assert f"dropped: finish_reason {reason} 1" in last_line(result)
 
 
+@pytest.mark.quick
 def test_data_of_another_tokenizer_are_refused(smollm2, tmp_path):
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     data = write_jsonl(tmp_path / "rows.jsonl", [{"messages": messages}])

@@ -11,25 +11,30 @@ import torch
 
 from common.manifest import MANIFEST
 from tests.conftest import (
+    ENVIRONMENT,
     ROOT,
     ended,
     fails,
+    free_port,
     lines_of,
     must,
+    python,
     script,
     started,
     train_args,
     wait_until,
 )
 
+pytestmark = pytest.mark.xdist_group("ranks")
+
 GPUS = torch.cuda.device_count()
 SETTINGS = ("--compute-dtype", "float32", "--device", "cpu", "--max-batch-tokens", 256,
             "--epochs", 4)  # fmt: skip
 
 
-def two_ranks(args) -> subprocess.Popen:
-    """04 as torchrun starts it."""
-    return started("-m", "torch.distributed.run", "--nproc-per-node", 2, "04_train.py", *args)
+def torchrun(*args) -> subprocess.Popen:
+    """Two ranks as torchrun starts them."""
+    return started("-m", "torch.distributed.run", "--nproc-per-node", 2, *args, fresh=True)
 
 
 def losses(folder) -> list[float]:
@@ -46,8 +51,15 @@ def alone(tiny_stages, tmp_path_factory):
 
 
 def finished(args) -> str:
-    """Run two ranks to the end; returns what they printed."""
-    return must(ended(two_ranks(args), 300)).stdout
+    """Run two ranks to the end, with what torchrun sets; returns what they printed."""
+    names = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [
+        python(
+            [ROOT / "04_train.py", *args], env=ENVIRONMENT | names | {"RANK": n, "LOCAL_RANK": n}
+        )
+        for n in "01"
+    ]
+    return "".join(must(ended(rank, 300)).stdout for rank in ranks)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +101,7 @@ def test_two_ranks_go_on_to_the_same_bits(tiny_stages, together, tmp_path):
     """One of them alone is asked to stop; both do."""
     out = tmp_path / "draft"
     args = train_args(tiny_stages, out, *SETTINGS)
-    run = two_ranks(args)
+    run = torchrun("04_train.py", *args)
     wait_for_steps(run, out)
     rank_processes(run)[1].send_signal(signal.SIGTERM)
     result = ended(run)
@@ -113,7 +125,7 @@ def rank_processes(run: subprocess.Popen) -> list[psutil.Process]:
 def test_one_process_goes_on_where_two_were_stopped(tiny_stages, alone, tmp_path):
     out = tmp_path / "draft"
     args = train_args(tiny_stages, out, *SETTINGS)
-    run = two_ranks(args)
+    run = torchrun("04_train.py", *args)
     wait_for_steps(run, out)
     run.send_signal(signal.SIGTERM)
     result = ended(run)
@@ -137,7 +149,7 @@ ON_GPUS = ("--device", "cuda", "--save-every", 20, "--epochs", 60)  # its steps 
 def test_a_killed_rank_ends_the_run_clearly(tiny_stages, alone, tmp_path, more):
     out = tmp_path / "draft"
     args = train_args(tiny_stages, out, *SETTINGS, *more)
-    run = two_ranks(args)
+    run = torchrun("04_train.py", *args)
     wait_until(run, lambda: bool(list((out / "state").glob("step_*"))))
     rank_processes(run)[1].kill()
     on_gpus = more == ON_GPUS  # where NCCL waits on, until ranks.LATE_SECONDS are over
@@ -170,7 +182,7 @@ summed.finish()
 sums = [p.grad[0].item() for p in parameters]
 open(f"{{sys.argv[1]}}/{{ranks.rank}}", "w").write(str(sums))
 """)
-    must(ended(started("-m", "torch.distributed.run", "--nproc-per-node", 2, code, tmp_path)))
+    must(ended(torchrun(code, tmp_path)))
     assert [(tmp_path / rank).read_text() for rank in "01"] == ["[1.0, 30.0, 300.0]"] * 2
 
 

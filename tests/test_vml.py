@@ -1,8 +1,5 @@
 """The first step of a process is computed as its later ones are."""
 
-import subprocess
-import sys
-
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -11,7 +8,7 @@ from common.draft.linear_products import LinearProducts
 from common.training.heldout import heldout_counts
 from common.training.optimizers import make_optimizers
 from common.training.step import step_loss
-from tests.conftest import ROOT
+from tests.conftest import ENVIRONMENT, ended, python
 from tests.test_eagle3 import DEPTHS, fresh, pack, sample, shape, target
 
 # ATen's functions that run in oneMKL's VML: aten/src/ATen/cpu/vml.h
@@ -53,7 +50,8 @@ for n in range({PROCESSES}):
     os._exit(not all(map(torch.equal, first, second)))
 print(wrong)
 """
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    # two threads, also where pytest's workers have one each
+    run = ended(python(["-c", code], fresh=True, env=ENVIRONMENT | {"OMP_NUM_THREADS": "2"}))
     assert run.stdout == "0\n", run.stderr
 
 

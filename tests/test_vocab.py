@@ -16,6 +16,8 @@ from common.data.vocab_map import (
 from common.errors import UserError
 from common.manifest import Stage, write_manifest
 
+pytestmark = pytest.mark.quick
+
 
 @given(
     st.lists(st.integers(0, 5), min_size=4, max_size=60),
