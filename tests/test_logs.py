@@ -9,7 +9,7 @@ import termios
 
 from tests.conftest import ROOT, extract_args, must, script
 
-OURS = re.compile(r"(regenerate|prepare|vocab|extract|self-check|train|evaluate): |  [a-z]")
+OURS = re.compile(r"(regenerate|prepare|vocab|extract|self-check|train|evaluate): |  \w")
 EAGER = ("--engine-args", '{"enforce_eager": true}')
 
 

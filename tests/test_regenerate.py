@@ -1,4 +1,4 @@
-"""Answers of the verifier: asked at a real server and in this process, turn by turn."""
+"""Answers of the verifier, by a real server and in this process, turn by turn."""
 
 import http.server
 import json
@@ -212,7 +212,7 @@ def test_tokenized_prompts_need_a_server_that_tells_ids(smollm2, plain_server, t
     fails(result, "returns no token ids", folder=out)
 
 
-def test_answers_of_another_template_are_not_gone_on_with(smollm2, plain_server, tmp_path):
+def test_answers_of_another_template_are_not_continued(smollm2, plain_server, tmp_path):
     model = tmp_path / "model"
     model.mkdir()
     for file in smollm2.iterdir():
@@ -238,7 +238,7 @@ def test_a_server_that_is_not_there(smollm2, tmp_path):
 
 
 @pytest.mark.quick
-def test_turns_are_joined_only_where_one_goes_on_from_the_other():
+def test_turns_are_joined_only_where_one_continues_the_other():
     def row(name, ids, mask):
         return {"id": name, "input_ids": ids, "loss_mask": mask, "finish_reason": "stop"}
 
@@ -265,7 +265,7 @@ def test_an_answer_that_was_cut_keeps_its_own_row(first, second):
 
 
 @pytest.mark.quick
-def test_nothing_is_asked_after_an_answer_that_was_cut_or_calls_tools():
+def test_no_turn_follows_an_answer_that_was_cut_or_calls_tools():
     user = {"role": "user", "content": "x"}
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     for answer, final in [

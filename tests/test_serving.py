@@ -108,7 +108,7 @@ def compared(served, folder, trained=None) -> parity.Parity:
         dict(fc_norm=True),
     ],
 )
-def test_draft_is_fed_the_stored_states_and_makes_what_training_computes(served, tmp_path, norms):
+def test_a_served_draft_computes_what_training_does_from_the_stored_states(served, tmp_path, norms):
     found = compared(served, export(served, tmp_path / "d", **norms))
     assert found.fed_states_relative_error < 1e-4
     assert found.made_states_relative_error is not None
