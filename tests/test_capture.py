@@ -16,7 +16,7 @@ from common.selfcheck import check_final_layer, check_received
 from common.verifier import load_verifier, read_tensors
 from common.writer import match_rows
 
-pytestmark = [pytest.mark.quick, pytest.mark.xdist_group("engine")]
+pytestmark = pytest.mark.quick
 
 LAYERS = [2, 15, 27, 29]
 TEXTS = [

@@ -18,8 +18,6 @@ from common.hidden_folder import open_hidden
 from common.verifier import load_verifier, read_tensors
 from tests.conftest import must, script, write_jsonl
 
-pytestmark = pytest.mark.xdist_group("engine")
-
 
 @pytest.fixture(scope="module")
 def served(tiny_llama, tmp_path_factory):
