@@ -10,4 +10,4 @@ tools/setup_venv.sh
 .venv/bin/lint-imports pyproject.toml --no-logo
 [ -f models/smollm2-135m-instruct/config.json ] ||
     .venv/bin/python tools/make_smollm2.py --output-dir models/smollm2-135m-instruct
-exec .venv/bin/python -m pytest -q -rs -n 2 --dist loadgroup --durations=15 "$@"
+exec .venv/bin/python -m pytest -q -rs -n 2 --durations=15 "$@"

@@ -19,6 +19,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # two of these share two cores
 
 import pytest
 from hypothesis import settings
+from xdist.scheduler import LoadScopeScheduling
 
 # A loaded machine is slow, not wrong; CI repeats its examples, a person's run explores.
 settings.register_profile("project", deadline=None, derandomize=bool(os.environ.get("CI")))
@@ -30,14 +31,34 @@ sys.path.insert(0, str(ROOT))
 from common import progress
 from common.verifier import engine
 from tests.fork_server import ForkedProcess
-from tests.tiny_models import make_llama, make_rows
+from tests.tiny_models import ARCHITECTURES, make_llama, make_rows
 
 progress.quiet_libraries()
 engine.prepare_environment(1)
 
 # vLLM's own engine in this process sets LD_PRELOAD and more, which no script is to have.
 ENVIRONMENT = dict(os.environ)
+# Tests of these modules share what takes seconds to make, these two vLLM in pytest's own process.
+TOGETHER = {f"test_{n}": n for n in ("chat", "faults", "ranks", "regenerate", "training")}
+TOGETHER |= {"test_capture": "engine", "test_serving": "engine"}
 SMOLLM2 = ROOT / "models" / "smollm2-135m-instruct"
+
+
+class Scheduling(LoadScopeScheduling):
+    """What runs in one of pytest's workers: what shares fixtures, else the cases of a test."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        path, _, name = nodeid.partition("::")
+        module = Path(path).stem
+        if module == "test_architectures":  # by the verifier's family
+            return max((f for f in ARCHITECTURES if f in name), key=len)
+        return TOGETHER.get(module) or f"{module}::{name.split('[')[0]}"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling:
+    config.option.loadscopereorder = False  # the long ones, as they are collected, do not end it
+    return Scheduling(config, log)
 
 
 def started(*command: object, fresh: bool = False) -> subprocess.Popen[str]:

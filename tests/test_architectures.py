@@ -25,12 +25,7 @@ LOGPROB_GATE = 0.1  # mean |difference|, the self-check's own
 ORDER_GATE = 0.05  # relative difference of a token's states in two batch layouts, median
 
 
-def family(name: str) -> Any:
-    """A fixture's parameter; what uses one verifier runs in one of pytest's workers."""
-    return pytest.param(name, marks=pytest.mark.xdist_group(name))
-
-
-@pytest.fixture(scope="module", params=[*map(family, ARCHITECTURES)])
+@pytest.fixture(scope="module", params=list(ARCHITECTURES))
 def made(request, tmp_path_factory) -> dict[str, Any]:
     """A verifier, its data by script 01, and what transformers computes of them:
     `want`, a sample's states after every layer [T, n, H], and `logprobs` [T, V]."""
@@ -158,7 +153,7 @@ def test_the_last_layer_gives_transformers_log_probabilities(run):
 
 
 @pytest.mark.parametrize("run", [1], indirect=True, ids=["tp1"])
-@pytest.mark.parametrize("made", [*map(family, ("llama", "deepseek_v3"))], indirect=True)
+@pytest.mark.parametrize("made", ["llama", "deepseek_v3"], indirect=True)
 def test_another_batch_order_gives_the_same_states(run):
     """A second run, with the samples in other forward passes, agrees within bfloat16's noise."""
     log, states = extract(run, 1, "--max-batch-tokens", 300, "--batch-size", 3)

@@ -21,7 +21,7 @@ from common.verifier.decoder import find_decoder
 from common.verifier.engine import start_engine, stop_engine
 from common.verifier.tensors import read_tensors
 
-pytestmark = [pytest.mark.quick, pytest.mark.xdist_group("engine")]
+pytestmark = pytest.mark.quick
 
 LAYERS = [2, 15, 27, 29]
 TEXTS = [

@@ -15,7 +15,7 @@ from tests.templates import CASES as TEMPLATES
 from tests.templates import Case
 from tests.tiktoken_tokenizer import SPECIAL, make_tiktoken
 
-pytestmark = [pytest.mark.quick, pytest.mark.xdist_group("chat")]
+pytestmark = pytest.mark.quick
 
 CASES = TEMPLATES | {"kimi_tiktoken": TEMPLATES["kimi_k2"]}
 

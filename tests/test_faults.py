@@ -28,8 +28,6 @@ from tests.conftest import (
 )
 from tests.tiny_models import make_llama, make_rows
 
-pytestmark = pytest.mark.xdist_group("faults")
-
 ODD = 450  # a token that two samples hold
 
 

@@ -25,8 +25,6 @@ from tests.conftest import (
     wait_until,
 )
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 GPUS = torch.cuda.device_count()
 SETTINGS = ("--compute-dtype", "float32", "--device", "cpu", "--max-batch-tokens", 256,
             "--epochs", 4)  # fmt: skip

@@ -26,8 +26,6 @@ from tests.conftest import (
     write_jsonl,
 )
 
-pytestmark = pytest.mark.xdist_group("regenerate")
-
 TOOL = "tools/regenerate_responses.py"
 
 

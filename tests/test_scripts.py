@@ -298,7 +298,6 @@ def six_epochs(tiny_stages, tmp_path_factory):
     return out
 
 
-@pytest.mark.xdist_group("six epochs")
 @pytest.mark.parametrize(
     "sig",
     [pytest.param(signal.SIGKILL, marks=pytest.mark.quick), signal.SIGTERM, signal.SIGINT],

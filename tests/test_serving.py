@@ -21,8 +21,6 @@ from common.verifier.config import load_verifier
 from common.verifier.tensors import read_tensors
 from tests.conftest import must, script, write_jsonl
 
-pytestmark = pytest.mark.xdist_group("engine")
-
 
 @pytest.fixture(scope="module")
 def served(tiny_llama, tmp_path_factory):

@@ -31,8 +31,6 @@ from tests.conftest import (
     train_args,
 )
 
-pytestmark = pytest.mark.xdist_group("training")
-
 
 def metrics(folder) -> list[dict]:
     return [json.loads(x) for x in (folder / "metrics.jsonl").read_text().splitlines()]
