@@ -53,13 +53,13 @@ def parse_args() -> ExtractSettings:
     )
     p.add_argument(
         "--shard-index",
-        type=cli.whole_number,
+        type=cli.non_negative_int,
         metavar="I",
-        help="the shard to make, from 0; it lies in OUTPUT_DIR/shard-I-of-N",
+        help="the shard to extract, from 0; written to OUTPUT_DIR/shard-I-of-N",
     )
     p.add_argument(
         "--allow-missing",
-        type=cli.whole_number,
+        type=cli.non_negative_int,
         default=0,
         metavar="N",
         help="call the folder finished with up to N samples that failed",
@@ -79,10 +79,10 @@ def parse_args() -> ExtractSettings:
 
 
 def main() -> None:
-    flags = parse_args()
+    settings = parse_args()
     progress.quiet_libraries()
     started = time.monotonic()
-    out = Path(flags.output_dir)
+    out = Path(settings.output_dir)
 
     # ---------------------------------------------------------------- check
     from common.data.samples import (
@@ -100,51 +100,53 @@ def main() -> None:
     from common.verifier.config import load_verifier
     from common.verifier.weights import check_weights, identities
 
-    if flags.num_shards > 1:
-        out = folder.shard_folder(out, flags.shard_index, flags.num_shards)
-    elif not flags.verify:
+    if settings.num_shards > 1:
+        out = folder.shard_folder(out, settings.shard_index, settings.num_shards)
+    elif not settings.verify:
         folder.refuse_shards(out)
-    prepared = prepared_folder(flags.prepared_data)
-    artifacts.check_apart(out, prepared, flags.model_path)
-    if flags.verify:
+    prepared = prepared_folder(settings.prepared_data)
+    artifacts.check_apart(out, prepared, settings.model_path)
+    if settings.verify:
         verify(out, prepared, started)
         return
-    preflight.check_engine_args(flags.engine_args)
-    model = load_verifier(flags.model_path)
-    capture = preflight.resolve_capture(flags, model)
-    preflight.check_divides(model, flags.tp_size)
-    weights = check_weights(model)
+    preflight.check_engine_args(settings.engine_args)
+    verifier = load_verifier(settings.model_path)
+    capture = preflight.resolve_capture(settings, verifier)
+    preflight.check_divides(verifier, settings.tp_size)
+    weights = check_weights(verifier)
     inputs = {"prepared": prepared_identity(prepared)}
-    check_tokenizer(prepared, model)
-    inputs |= identities(model, weights, out, flags.dry_run)
-    output = Output(out, Stage(STAGE, capture.settings(flags), inputs), flags.overwrite)
+    check_tokenizer(prepared, verifier)
+    inputs |= identities(verifier, weights, out, settings.dry_run)
+    output = Output(
+        out, Stage(STAGE, capture.manifest_settings(settings), inputs), settings.overwrite
+    )
     state = output.earlier_run()
 
     # ---------------------------------------------------------------- plan
     if state == "none":
-        plan, samples = preflight.plan_samples(flags, model, prepared)
+        plan, samples = preflight.batch_samples(settings, verifier, prepared)
         done = {}
     else:
         plan = journal.read_plan(out)
-        preflight.check_longest(flags, model, prepared, plan.lengths)
-        done = journal.settled_batches(out, plan, capture.form)
+        preflight.check_longest(settings, verifier, prepared, plan.lengths)
+        done = journal.finished_batches(out, plan, capture.form)
     missing = journal.missing_samples(done)
-    complete = len(done) == len(plan.batches) and len(missing) <= flags.allow_missing
+    complete = len(done) == len(plan.batches) and len(missing) <= settings.allow_missing
     if state == "complete" and complete:
         progress.log(f"extract: {out} is complete (--overwrite makes it again)")
         return
     todo = [Batch(n, indices) for n, indices in enumerate(plan.batches) if n not in done]
-    if len(missing) > flags.allow_missing:  # what failed before is tried again
+    if len(missing) > settings.allow_missing:  # what failed before is tried again
         todo += [Batch(n, [*entry.missing]) for n, entry in done.items() if entry.missing]
     indices = {i for batch in todo for i in batch.indices}
     if state != "none":
-        found = read_samples(prepared, flags.max_samples, model.vocab_size, indices)
+        found = read_samples(prepared, settings.max_samples, verifier.vocab_size, indices)
         samples = {s.index: s for s in found}
     todo_bytes = sum(file_bytes(plan.lengths[i], capture.form) for i in indices)
     so_far = preflight.Progressed(plan, done, todo_bytes)
-    preflight.check_plan(flags, capture, weights, so_far, out)
-    artifacts.require_space(out, todo_bytes, flags.overwrite, "lower --max-samples")
-    if flags.dry_run:
+    preflight.check_plan(settings, capture, weights, so_far, out)
+    artifacts.require_space(out, todo_bytes, settings.overwrite, "lower --max-samples")
+    if settings.dry_run:
         progress.log("extract: dry run, every check passed; nothing was loaded or written")
         return
     output.lock(state)
@@ -152,10 +154,10 @@ def main() -> None:
     # ---------------------------------------------------------------- load and work
     if todo:
         samples = {i: samples[i] for batch in todo for i in batch.indices}
-        work = Work(capture, out, todo, samples, flags.max_batch_tokens, plan.tokens)
-        extract(flags, work, output, plan, done)
+        work = Work(capture, out, todo, samples, settings.max_batch_tokens, plan.tokens)
+        extract(settings, work, output, plan, done)
     missing = journal.missing_samples(done)
-    if len(missing) > flags.allow_missing:
+    if len(missing) > settings.allow_missing:
         first = min(missing)
         raise errors.UserError(
             f"{len(missing)} of {len(plan.lengths)} samples have no hidden states, the first on"
@@ -168,7 +170,7 @@ def main() -> None:
     finish(output, plan, done, started)
 
 
-def extract(flags: ExtractSettings, work, output: Output, plan, done) -> None:
+def extract(settings: ExtractSettings, work, output: Output, plan, done) -> None:
     """Load the verifier, check the capture, and run the batches of `work` into `done`."""
     from common.extraction import engine, probe, runner
     from common.states import journal
@@ -176,11 +178,11 @@ def extract(flags: ExtractSettings, work, output: Output, plan, done) -> None:
     from common.verifier.tensors import read_tensors
 
     out = output.folder
-    head = read_tensors(work.capture.model, ("norm", "lm_head"))
-    prepare_environment(flags.tp_size)
+    head = read_tensors(work.capture.verifier, ("norm", "lm_head"))
+    prepare_environment(settings.tp_size)
     loading = time.monotonic()
-    engine_args = engine.capture_engine_args(flags, work.capture, max(plan.lengths.values()))
-    with running(engine_args, flags.engine_args, STAGE, flags.load_timeout * 60) as llm:
+    engine_args = engine.capture_engine_args(settings, work.capture, max(plan.lengths.values()))
+    with running(engine_args, settings.engine_args, STAGE, settings.load_timeout * 60) as llm:
         took = progress.duration(time.monotonic() - loading)
         progress.log(f"extract: verifier loaded in {took}")
         engine.require_kv_cache(llm, [batch.indices for batch in work.todo], plan.lengths)
@@ -200,7 +202,7 @@ def extract(flags: ExtractSettings, work, output: Output, plan, done) -> None:
             raise
         finally:
             shutil.rmtree(out / PROBE, ignore_errors=True)
-    left = [batch.number for batch in work.todo if batch.number not in record.settled]
+    left = [batch.number for batch in work.todo if batch.number not in record.finished]
     if left and not stopper.code:
         raise RuntimeError(f"batches {left[:5]} were neither finished nor given up")
     if left:
@@ -266,7 +268,7 @@ def verify(out: Path, prepared: Path, started: float) -> None:
         found.inputs.get("prepared"),
         prepared,
         prepared_identity(prepared),
-        "pass the --prepared-data it was made from",
+        "pass the --prepared-data that 03 was run with",
     )
     read = verify_folder(found, prepared)
     seconds = time.monotonic() - started

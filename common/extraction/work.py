@@ -22,29 +22,29 @@ class Capture:
     layers: 0-based, ascending; verifier_dtype: in which vLLM computes; form: of the files.
     """
 
-    model: Verifier
+    verifier: Verifier
     layers: list[int]
     verifier_dtype: str
     form: StatesFormat
 
-    def settings(self, flags: ExtractSettings) -> dict[str, Any]:
+    def manifest_settings(self, settings: ExtractSettings) -> dict[str, Any]:
         """What gives the folder's files their meaning; a resume must have the same."""
-        settings = {
+        values = {
             "layers": self.layers,
             "layer_convention": "output",
             "hidden_size": self.form.hidden_size,
             "dtype": self.form.dtype,
             "verifier_dtype": self.verifier_dtype,
-            "max_samples": flags.max_samples,
+            "max_samples": settings.max_samples,
             # Batch layout moves low bits: a resume must keep it.
-            "max_batch_tokens": flags.max_batch_tokens,
-            "batch_size": min(flags.batch_size, MAX_SAMPLES_PER_BATCH),
-            "tp_size": flags.tp_size,
-            "engine_args": flags.engine_args,
+            "max_batch_tokens": settings.max_batch_tokens,
+            "batch_size": min(settings.batch_size, MAX_SAMPLES_PER_BATCH),
+            "tp_size": settings.tp_size,
+            "engine_args": settings.engine_args,
         }
-        if flags.num_shards > 1:
-            settings["shard"] = [flags.shard_index, flags.num_shards]
-        return settings
+        if settings.num_shards > 1:
+            values["shard"] = [settings.shard_index, settings.num_shards]
+        return values
 
 
 @dataclass(frozen=True)
