@@ -129,7 +129,7 @@ def test_verify_passes_on_a_whole_folder(tiny_stages):
     before = {p: p.stat().st_mtime_ns for p in tiny_stages["hidden"].rglob("*")}
     result = must(verify(tiny_stages, tiny_stages["hidden"]))
     assert "40 files" in last_line(result)
-    assert "are whole, finite and as prepared" in last_line(result)
+    assert "are complete, finite and as prepared" in last_line(result)
     assert before == {p: p.stat().st_mtime_ns for p in tiny_stages["hidden"].rglob("*")}
 
 
@@ -143,7 +143,7 @@ def test_verify_refuses_another_runs_report(tiny_stages, tmp_path):
     (out / "journal.jsonl").write_text("\n".join([json.dumps(entry), *lines[1:]]) + "\n")
     result = verify(tiny_stages, out)
     assert result.returncode == 1
-    assert "its report is not of the files in its journal" in last_line(result)
+    assert "its manifest is not of the files in its journal" in last_line(result)
 
 
 def flip_a_byte(path):
@@ -180,7 +180,7 @@ def not_finite(path):
     ],
 )
 def test_verify_finds_what_is_wrong(tiny_stages, tmp_path, spoil, journal, text):
-    """`journal`: journal and report are made to agree, so that the check behind it speaks."""
+    """`journal`: journal and manifest are made to agree, so that the next check is reached."""
     from common.states.files import file_checksum
 
     out = tmp_path / "hidden"

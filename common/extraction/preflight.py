@@ -1,13 +1,12 @@
 """What can be known before the verifier loads: flags against its config, the plan, memory."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from common.artifacts import free_space
 from common.data.samples import FILE, Sample, read_samples
 from common.errors import UserError
-from common.extraction.batching import make_batches, shard_batches
+from common.extraction.batching import Batch, make_batches, shard_batches
 from common.extraction.memory import (
     GB,
     check_gpus,
@@ -17,10 +16,17 @@ from common.extraction.memory import (
     memory_needed,
 )
 from common.extraction.settings import ExtractSettings
-from common.extraction.work import Capture
+from common.extraction.work import Capture, Work
+from common.manifest import Output
 from common.progress import duration, log
 from common.states.files import StatesFormat
-from common.states.journal import Entry, Plan
+from common.states.journal import (
+    Entry,
+    Plan,
+    finished_batches,
+    missing_samples,
+    read_plan,
+)
 from common.verifier.config import Verifier
 from common.verifier.weights import Weights
 
@@ -140,21 +146,35 @@ def check_longest(
         )
 
 
-@dataclass(frozen=True)
-class Progressed:
-    """How far a folder is: its plan, the settled batches by number, bytes still to write."""
+def plan_work(
+    settings: ExtractSettings, capture: Capture, output: Output, state: str, prepared: Path
+) -> Work:
+    """What is left to do in a folder that is in `state`, see Output.earlier_run: samples without
+    hidden states too, which are tried again where there are more than --allow-missing."""
+    out, verifier = output.folder, capture.verifier
+    done: dict[int, Entry] = {}
+    samples: dict[int, Sample] = {}
+    if state == "none":
+        plan, samples = batch_samples(settings, verifier, prepared)
+    else:
+        plan = read_plan(out)
+        check_longest(settings, verifier, prepared, plan.lengths)
+        done = finished_batches(out, plan, capture.form)
+    todo = [Batch(n, indices) for n, indices in enumerate(plan.batches) if n not in done]
+    if len(missing_samples(done)) > settings.allow_missing:
+        todo += [Batch(n, [*entry.missing]) for n, entry in done.items() if entry.missing]
+    indices = [i for batch in todo for i in batch.indices]
+    if state != "none" and todo:
+        found = read_samples(prepared, settings.max_samples, verifier.vocab_size, {*indices})
+        samples = {s.index: s for s in found}
+    needed = {i: samples[i] for i in indices}
+    return Work(capture, output, plan, done, todo, needed, settings.max_batch_tokens)
 
-    plan: Plan
-    done: dict[int, Entry]
-    todo_bytes: int
 
-
-def check_plan(
-    settings: ExtractSettings, capture: Capture, weights: Weights, so_far: Progressed, out: Path
-) -> None:
+def check_plan(settings: ExtractSettings, weights: Weights, work: Work) -> None:
     """Print what is known before the load, a line per topic, and check memory; UserError where
     the run could not succeed."""
-    verifier, tp = capture.verifier, settings.tp_size
+    capture, verifier, tp = work.capture, work.capture.verifier, settings.tp_size
     need = memory_needed(capture, weights, tp, settings.max_batch_tokens)
     on_cpu = cpu_vllm()
     found = [] if on_cpu else gpus()
@@ -174,7 +194,7 @@ def check_plan(
         lines[f"GPU {g.index}"] = (
             f"{g.name}, {g.free / GB:.1f} of {g.total / GB:.1f} GB free{users}"
         )
-    for name, text in (lines | work_lines(settings, capture.form, so_far, out)).items():
+    for name, text in (lines | work_lines(settings, work)).items():
         log(f"  {name:<14} {text}")
     if settings.dry_run and not weights.here:  # a plan made elsewhere
         log(
@@ -189,18 +209,16 @@ def check_plan(
     check_host(need, on_cpu, tp)
 
 
-def work_lines(
-    settings: ExtractSettings, form: StatesFormat, so_far: Progressed, out: Path
-) -> dict[str, str]:
+def work_lines(settings: ExtractSettings, work: Work) -> dict[str, str]:
     """The plan's lines about batches, disk, and, on a resume, time."""
-    plan, done = so_far.plan, so_far.done
+    plan, done, out = work.plan, work.done, work.out
     fill = 100 * plan.tokens / (len(plan.batches) * settings.max_batch_tokens)
     count = f"{len(plan.batches)} forward pass{'es' if len(plan.batches) > 1 else ''}"
     lines = {
         "work": f"{len(plan.lengths)} samples, {plan.tokens} tokens in {count} of at most"
         f" {settings.max_batch_tokens} tokens ({fill:.0f} % full)"
         + (f"; {len(done)} are done" if done else ""),
-        "disk": f"{so_far.todo_bytes / GB:.2f} GB in {form.dtype} to write,"
+        "disk": f"{work.todo_bytes / GB:.2f} GB in {work.capture.form.dtype} to write,"
         f" {free_space(out) / GB:.1f} GB free",
     }
     if done:
