@@ -59,10 +59,10 @@ def parse_args() -> PrepareSettings:
         action="store_true",
         help="count and drop rows that are no conversation instead of stopping at the first",
     )
-    p.add_argument("--workers", type=cli.counted(256), help="processes (default: cores)")
+    p.add_argument("--workers", type=cli.integer(1, 256), help="processes (default: cores)")
     p.add_argument(
         "--show",
-        type=cli.counted(10**9),
+        type=cli.integer(1, 10**9),
         metavar="N",
         help="print the first N samples decoded, loss tokens marked, and write nothing",
     )
@@ -104,7 +104,7 @@ def main() -> None:
 
     # ---------------------------------------------------------------- work
     counts: Counter[str] = Counter()
-    rows = read_rows(sources, wanted=settings.max_samples or float("inf"))
+    rows = read_rows(sources, enough=settings.max_samples or float("inf"))
     encoded = encoding.encode_rows(settings, verifier, rows)
     bar = progress.Progress("prepare", settings.max_samples or 0, "samples")
     with artifacts.atomic_file(out / samples.FILE, "w") as f:

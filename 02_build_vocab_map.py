@@ -81,12 +81,12 @@ def main() -> None:
     counts_V = vocab_map.merge_counts(each, weights)
     always_V = vocab_map.always_chosen(counts_V, special, verifier)
     chosen, filler = vocab_map.choose_tokens(counts_V, always_V, size)
-    made = vocab_map.build_map(chosen, verifier.vocab_size)
+    built = vocab_map.build_map(chosen, verifier.vocab_size)
     covered = vocab_map.coverage_by_size(counts_V)
     figures = {
         "loss_tokens": int(sum(counts.sum() for counts in each)),
         "distinct_tokens": int((counts_V > 0).sum()),
-        "coverage": float(counts_V[made.t2d].sum() / counts_V.sum()),
+        "coverage": float(counts_V[built.t2d].sum() / counts_V.sum()),
         "coverage_by_size": {str(n): round(covered(n), 6) for n in SIZES},
         "special_tokens": int(always_V.sum()),
         "filler_slots": filler,
@@ -99,7 +99,7 @@ def main() -> None:
     # ---------------------------------------------------------------- write
     output.lock(state)
     output.empty()
-    with vocab_map.writing_map(out, made) as digest:
+    with vocab_map.writing_map(out, built) as digest:
         # before the files have their names: a map without a manifest is taken for somebody else's
         seconds = time.monotonic() - started
         output.finish(figures, digest, seconds)

@@ -9,65 +9,40 @@ files are the same to the byte.
 import shutil
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from common import artifacts, cli, errors, progress
 from common.extraction.settings import ExtractSettings
 from common.manifest import PROBE, Output, Stage, must_match
 
+if TYPE_CHECKING:
+    from common.extraction.work import Work
+
 STAGE = "extract"
 
 
+# fmt: off
 def parse_args() -> ExtractSettings:
     p = cli.Parser(STAGE, __doc__)
+    add = p.add_argument
     p.add_common("--model-path", "--prepared-data", "--output-dir", "--max-samples")
-    p.add_common("--max-seq-len", "--layers")
-    p.add_common("--tp-size")
-    p.add_argument(
-        "--max-batch-tokens",
-        type=cli.positive_int,
-        default=8192,
-        metavar="TOKENS",
-        help="token budget of one forward pass; bounds memory",
-    )
-    p.add_argument(
-        "--batch-size",
-        type=cli.positive_int,
-        default=128,
-        metavar="SAMPLES",
-        help="most samples in one forward pass (never over 128; the token budget bounds it too)",
-    )
+    p.add_common("--max-seq-len", "--layers", "--tp-size")
+    add("--max-batch-tokens", type=cli.positive_int, default=8192, metavar="TOKENS",
+        help="token budget of one forward pass; bounds memory")
+    add("--batch-size", type=cli.positive_int, default=128, metavar="SAMPLES",
+        help="most samples in one forward pass (never over 128; the token budget bounds it too)")
     p.add_common("--gpu-memory-utilization", "--dtype")
-    p.add_argument(
-        "--storage-dtype",
-        default="auto",
-        choices=["auto", "bf16", "fp8", "bfloat16", "float32"],
-        help="of the files (default: the verifier's); fp8 is e4m3 with a scale per token and layer,"
-        " half the disk",
-    )
-    p.add_argument(
-        "--num-shards",
-        type=cli.positive_int,
-        default=1,
-        metavar="N",
-        help="split the samples by tokens, for several engines or machines",
-    )
-    p.add_argument(
-        "--shard-index",
-        type=cli.whole_number,
-        metavar="I",
-        help="the shard to make, from 0; it lies in OUTPUT_DIR/shard-I-of-N",
-    )
-    p.add_argument(
-        "--allow-missing",
-        type=cli.whole_number,
-        default=0,
-        metavar="N",
-        help="call the folder finished with up to N samples that failed",
-    )
+    add("--storage-dtype", default="auto", choices=["auto", "bf16", "fp8", "bfloat16", "float32"],
+        help="of the files (default: the verifier's); fp8 is e4m3 with a scale per token and"
+             " layer, half the disk")
+    add("--num-shards", type=cli.positive_int, default=1, metavar="N",
+        help="split the samples by tokens, for several engines or machines")
+    add("--shard-index", type=cli.non_negative_int, metavar="I",
+        help="the shard to extract, from 0; written to OUTPUT_DIR/shard-I-of-N")
+    add("--allow-missing", type=cli.non_negative_int, default=0, metavar="N",
+        help="call the folder finished with up to N samples that failed")
     p.add_common("--engine-args", "--load-timeout")
-    p.add_argument(
-        "--verify", action="store_true", help="read a finished folder again, load nothing"
-    )
+    add("--verify", action="store_true", help="read a finished folder again, load nothing")
     p.add_common("--seed", "--dry-run", "--overwrite", "--trust-remote-code")
     p.need("--model-path", "--prepared-data", "--output-dir")
     args = p.parse()
@@ -76,123 +51,100 @@ def parse_args() -> ExtractSettings:
     if args.shard_index is None or args.shard_index >= args.num_shards:
         p.error(f"--num-shards {args.num_shards} needs --shard-index 0 to {args.num_shards - 1}")
     return cli.as_settings(args, ExtractSettings)
+# fmt: on
 
 
 def main() -> None:
-    flags = parse_args()
+    settings = parse_args()
     progress.quiet_libraries()
     started = time.monotonic()
-    out = Path(flags.output_dir)
+    from common.data.samples import prepared_folder
+    from common.states import folder
 
-    # ---------------------------------------------------------------- check
-    from common.data.samples import (
-        FILE,
-        check_tokenizer,
-        prepared_folder,
-        prepared_identity,
-        read_samples,
-    )
+    out = Path(settings.output_dir)
+    if settings.num_shards > 1:
+        out = folder.shard_folder(out, settings.shard_index, settings.num_shards)
+    elif not settings.verify:
+        folder.refuse_shards(out)
+    prepared = prepared_folder(settings.prepared_data)
+    artifacts.check_apart(out, prepared, settings.model_path)
+    if settings.verify:
+        verify(out, prepared, started)
+        return
+    work = check(settings, out, prepared)
+    if work is None:
+        return
+    if work.todo:
+        extract(settings, work)
+    check_missing(settings, work, prepared)
+    report(work, started)
+
+
+# ---------------------------------------------------------------- check and plan
+
+
+def check(settings: ExtractSettings, out: Path, prepared: Path) -> "Work | None":
+    """Check everything that can be known before the verifier loads, plan the batches and lock the
+    output folder; returns None when there is nothing to do."""
+    from common.data.samples import check_tokenizer, prepared_identity
     from common.extraction import preflight
-    from common.extraction.batching import Batch
-    from common.extraction.work import Work
-    from common.states import folder, journal
-    from common.states.files import file_bytes
     from common.verifier.config import load_verifier
     from common.verifier.weights import check_weights, identities
 
-    if flags.num_shards > 1:
-        out = folder.shard_folder(out, flags.shard_index, flags.num_shards)
-    elif not flags.verify:
-        folder.refuse_shards(out)
-    prepared = prepared_folder(flags.prepared_data)
-    artifacts.check_apart(out, prepared, flags.model_path)
-    if flags.verify:
-        verify(out, prepared, started)
-        return
-    preflight.check_engine_args(flags.engine_args)
-    model = load_verifier(flags.model_path)
-    capture = preflight.resolve_capture(flags, model)
-    preflight.check_divides(model, flags.tp_size)
-    weights = check_weights(model)
+    preflight.check_engine_args(settings.engine_args)
+    verifier = load_verifier(settings.model_path)
+    capture = preflight.resolve_capture(settings, verifier)
+    preflight.check_divides(verifier, settings.tp_size)
+    weights = check_weights(verifier)
     inputs = {"prepared": prepared_identity(prepared)}
-    check_tokenizer(prepared, model)
-    inputs |= identities(model, weights, out, flags.dry_run)
-    output = Output(out, Stage(STAGE, capture.settings(flags), inputs), flags.overwrite)
+    check_tokenizer(prepared, verifier)
+    inputs |= identities(verifier, weights, out, settings.dry_run)
+    stage = Stage(STAGE, capture.manifest_settings(settings), inputs)
+    output = Output(out, stage, settings.overwrite)
     state = output.earlier_run()
 
     # ---------------------------------------------------------------- plan
-    if state == "none":
-        plan, samples = preflight.plan_samples(flags, model, prepared)
-        done = {}
-    else:
-        plan = journal.read_plan(out)
-        preflight.check_longest(flags, model, prepared, plan.lengths)
-        done = journal.settled_batches(out, plan, capture.form)
-    missing = journal.missing_samples(done)
-    complete = len(done) == len(plan.batches) and len(missing) <= flags.allow_missing
-    if state == "complete" and complete:
+    work = preflight.plan_work(settings, capture, output, state, prepared)
+    if state == "complete" and not work.todo:
         progress.log(f"extract: {out} is complete (--overwrite makes it again)")
-        return
-    todo = [Batch(n, indices) for n, indices in enumerate(plan.batches) if n not in done]
-    if len(missing) > flags.allow_missing:  # what failed before is tried again
-        todo += [Batch(n, [*entry.missing]) for n, entry in done.items() if entry.missing]
-    indices = {i for batch in todo for i in batch.indices}
-    if state != "none":
-        found = read_samples(prepared, flags.max_samples, model.vocab_size, indices)
-        samples = {s.index: s for s in found}
-    todo_bytes = sum(file_bytes(plan.lengths[i], capture.form) for i in indices)
-    so_far = preflight.Progressed(plan, done, todo_bytes)
-    preflight.check_plan(flags, capture, weights, so_far, out)
-    artifacts.require_space(out, todo_bytes, flags.overwrite, "lower --max-samples")
-    if flags.dry_run:
+        return None
+    preflight.check_plan(settings, weights, work)
+    artifacts.require_space(out, work.todo_bytes, settings.overwrite, "lower --max-samples")
+    if settings.dry_run:
         progress.log("extract: dry run, every check passed; nothing was loaded or written")
-        return
+        return None
     output.lock(state)
-
-    # ---------------------------------------------------------------- load and work
-    if todo:
-        samples = {i: samples[i] for batch in todo for i in batch.indices}
-        work = Work(capture, out, todo, samples, flags.max_batch_tokens, plan.tokens)
-        extract(flags, work, output, plan, done)
-    missing = journal.missing_samples(done)
-    if len(missing) > flags.allow_missing:
-        first = min(missing)
-        raise errors.UserError(
-            f"{len(missing)} of {len(plan.lengths)} samples have no hidden states, the first on"
-            f" line {first + 1} of {prepared / FILE}: {missing[first]}. Run again to retry them, or"
-            f" accept it with --allow-missing {len(missing)}; after a change of the data, run 01"
-            " again and extract into a new --output-dir"
-        )
-
-    # ---------------------------------------------------------------- report
-    finish(output, plan, done, started)
+    return work
 
 
-def extract(flags: ExtractSettings, work, output: Output, plan, done) -> None:
-    """Load the verifier, check the capture, and run the batches of `work` into `done`."""
+# ---------------------------------------------------------------- load and work
+
+
+def extract(settings: ExtractSettings, work: "Work") -> None:
+    """Load the verifier, check the capture, and run the batches of `work.todo`."""
     from common.extraction import engine, probe, runner
     from common.states import journal
     from common.verifier.engine import engine_died, failed, prepare_environment, running
     from common.verifier.tensors import read_tensors
 
-    out = output.folder
-    head = read_tensors(work.capture.model, ("norm", "lm_head"))
-    prepare_environment(flags.tp_size)
+    out, plan = work.out, work.plan
+    head = read_tensors(work.capture.verifier, ("norm", "lm_head"))
+    prepare_environment(settings.tp_size)
     loading = time.monotonic()
-    engine_args = engine.capture_engine_args(flags, work.capture, max(plan.lengths.values()))
-    with running(engine_args, flags.engine_args, STAGE, flags.load_timeout * 60) as llm:
+    engine_args = engine.capture_engine_args(settings, work.capture, max(plan.lengths.values()))
+    with running(engine_args, settings.engine_args, STAGE, settings.load_timeout * 60) as llm:
         took = progress.duration(time.monotonic() - loading)
         progress.log(f"extract: verifier loaded in {took}")
         engine.require_kv_cache(llm, [batch.indices for batch in work.todo], plan.lengths)
         stopper = progress.Stopper()
         try:
-            checked = probe.run_probe(llm, work, head, resumed=bool(done))
+            checked = probe.run_probe(llm, work, head, resumed=bool(work.done))
             del head  # 2.3 GB of Kimi-K2.5
             # From here on the folder holds data, and belongs to these settings.
-            output.empty(PROBE)
+            work.output.empty(PROBE)
             journal.write_plan(out, plan)
-            output.begin()
-            with journal.Journal(out, done) as record:
+            work.output.begin()
+            with journal.Journal(out, work.done) as record:
                 runner.run_batches(llm, work, record, checked, stopper)
         except Exception as e:
             if failed(llm) and not isinstance(e, errors.UserError):
@@ -200,7 +152,7 @@ def extract(flags: ExtractSettings, work, output: Output, plan, done) -> None:
             raise
         finally:
             shutil.rmtree(out / PROBE, ignore_errors=True)
-    left = [batch.number for batch in work.todo if batch.number not in record.settled]
+    left = [batch.number for batch in work.todo if batch.number not in record.finished]
     if left and not stopper.code:
         raise RuntimeError(f"batches {left[:5]} were neither finished nor given up")
     if left:
@@ -211,27 +163,46 @@ def extract(flags: ExtractSettings, work, output: Output, plan, done) -> None:
         )
 
 
-def finish(output: Output, plan, done, started: float) -> None:
+# ---------------------------------------------------------------- verify and report
+
+
+def check_missing(settings: ExtractSettings, work: "Work", prepared: Path) -> None:
+    """UserError where more samples than --allow-missing have no hidden states."""
+    from common.data.samples import FILE
+    from common.states.journal import missing_samples
+
+    missing = missing_samples(work.done)
+    if len(missing) <= settings.allow_missing:
+        return
+    first = min(missing)
+    raise errors.UserError(
+        f"{len(missing)} of {len(work.plan.lengths)} samples have no hidden states, the first on"
+        f" line {first + 1} of {prepared / FILE}: {missing[first]}. Run again to retry them, or"
+        f" accept it with --allow-missing {len(missing)}; after a change of the data, run 01"
+        " again and extract into a new --output-dir"
+    )
+
+
+def report(work: "Work", started: float) -> None:
     """Write the manifest and print what a careful person would look up."""
     from common.states import journal
-    from common.states.files import StatesFormat, file_bytes, hidden_file
+    from common.states.files import file_bytes, hidden_file
 
-    out, settings = output.folder, output.stage.settings
-    form = StatesFormat(len(settings["layers"]), settings["hidden_size"], settings["dtype"])
+    out, settings, done = work.out, work.output.stage.settings, work.done
     shutil.rmtree(out / PROBE, ignore_errors=True)  # of a run killed after its last batch
     missing, sums = journal.missing_samples(done), journal.checksums(done)
-    kept = {i: plan.lengths[i] for i in sums}
+    kept = {i: work.plan.lengths[i] for i in sums}
     tokens, seconds = sum(kept.values()), sum(entry.seconds for entry in done.values())
-    planned = sum(file_bytes(n, form) for n in kept.values())
+    planned = sum(file_bytes(n, work.capture.form) for n in kept.values())
     folders = sorted({hidden_file(out, i).parent for i in kept})
     size = sum(f.stat().st_size for rows in folders for f in rows.glob("hs_*.safetensors"))
     counts = {
         "num_samples": len(kept),
         "total_tokens": tokens,
-        "forward_passes": len(plan.batches),
+        "forward_passes": len(work.plan.batches),
         "missing_samples": len(missing),
     }
-    output.finish(
+    work.output.finish(
         counts,
         journal.data_sha256(sums),
         time.monotonic() - started,
@@ -266,7 +237,7 @@ def verify(out: Path, prepared: Path, started: float) -> None:
         found.inputs.get("prepared"),
         prepared,
         prepared_identity(prepared),
-        "pass the --prepared-data it was made from",
+        "pass the --prepared-data that 03 was run with",
     )
     read = verify_folder(found, prepared)
     seconds = time.monotonic() - started

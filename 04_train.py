@@ -47,13 +47,13 @@ def parse_args() -> TrainSettings:
 # fmt: off
 def add_training_flags(p: cli.Parser) -> None:
     add = p.add_argument
-    add("--epochs", type=cli.counted(1000), default=10, help="passes over the data")
+    add("--epochs", type=cli.integer(1, 1000), default=10, help="passes over the data")
     add("--max-batch-tokens", type=cli.positive_int, default=8192, metavar="TOKENS",
         help="token budget of a packed row")
     add("--rows-per-step", type=cli.positive_int, metavar="ROWS",
         help="packed rows of one optimizer step, over all GPUs (default: one per GPU; a run that"
              " resumes keeps its own)")
-    add("--ttt-steps", type=cli.counted(16), default=3, help="depths trained")
+    add("--ttt-steps", type=cli.integer(1, 16), default=3, help="depths trained")
     add("--ttt-decay", type=cli.between(0.01, 1), default=1.0, help="weight of depth k is decay**k")
     add("--loss-rule", choices=["answer", "next"], default="answer",
         help="answer: the complete path inside an answer; next: speculators' rule")
@@ -73,7 +73,7 @@ def add_draft_flags(p: cli.Parser) -> None:
     p.add_switch("--norm-before-fc", None,
                  "one norm over the aux layers side by side (default: unless --fc-norm)")
     p.add_switch("--fc-norm", False, "one norm per aux layer")
-    p.add_switch("--norm-output", False, "the normed states go on to the next depth")
+    p.add_switch("--norm-output", False, "the next depth gets the normed states")
     p.add_argument("--draft-shape", type=cli.json_object, default={}, metavar="JSON",
         help="shape of the draft: intermediate_size, num_attention_heads, num_key_value_heads,"
              " head_dim, rope_theta, rms_norm_eps (default: the verifier's)")
@@ -85,7 +85,7 @@ def add_run_flags(p: cli.Parser) -> None:
     add = p.add_argument
     add("--save-every", type=cli.positive_int, default=200, metavar="STEPS",
         help="steps between states for resuming")
-    add("--keep-states", type=cli.counted(100), default=1,
+    add("--keep-states", type=cli.integer(1, 100), default=1,
         help="newest states kept for resuming")
     add("--patience", type=cli.positive_int, metavar="EPOCHS",
         help="end after so many epochs without a better held-out acceptance length")
@@ -200,7 +200,7 @@ def train(job: "TrainJob", ranks: "Ranks") -> Result:
     settings, data, on_gpu = job.settings, job.data, job.settings.device == "cuda"
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    vml.settle()
+    vml.choose_kernels()
 
     # ---------------------------------------------------------------- load
     began = time.monotonic()
@@ -256,7 +256,7 @@ def run_steps(job: "TrainJob", training: "Training") -> tuple[int, float]:
         due = number % settings.save_every == 0  # after the last step, the draft itself follows
         if not (stop or due or ends_epoch(steps, number)):
             continue
-        stop = log.settle() or stop
+        stop = log.finish_step() or stop
         if ends_epoch(steps, number) and not stop:
             ended = end_epoch(number, job, heldout, log)
         if stop or (due and number < len(steps) and not ended):

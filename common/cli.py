@@ -7,7 +7,6 @@ answer at once. Values come from, in rising order: the flag's default, the YAML'
 
 import argparse
 import dataclasses
-import functools
 import json
 import os
 import sys
@@ -41,7 +40,7 @@ def json_object(text: str | dict) -> dict:
     return value
 
 
-def whole(low: int, high: int | None = None) -> Callable[[str], int]:
+def integer(low: int, high: int | None = None) -> Callable[[str], int]:
     """Argparse type: a whole number from `low` to `high`."""
     limits = f"of at least {low}" if high is None else f"from {low} to {high}"
 
@@ -57,11 +56,8 @@ def whole(low: int, high: int | None = None) -> Callable[[str], int]:
     return number
 
 
-whole_number = whole(0)
-positive_int = whole(1)
-
-
-counted = functools.partial(whole, 1)  # counted(high): from 1 to high
+non_negative_int = integer(0)
+positive_int = integer(1)
 
 
 def between(low: float, high: float) -> Callable[[str], float]:
@@ -139,7 +135,7 @@ COMMON_FLAGS: dict[str, dict[str, Any]] = {
         help="give up on a verifier that takes longer to load",
     ),
     "--seed": dict(
-        type=whole(0, 2**32 - 1),
+        type=integer(0, 2**32 - 1),
         default=0,
         help="seed of what is random (nothing is in 01, 02 and 03)",
     ),

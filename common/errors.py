@@ -108,7 +108,7 @@ def again() -> str:
 
 
 def report_error(text: str) -> None:
-    streams.tell(f"error: {' '.join(text.split())}", streams.stderr())
+    streams.print_now(f"error: {' '.join(text.split())}", streams.stderr())
 
 
 def os_error_text(e: OSError) -> str:

@@ -27,9 +27,9 @@ from common.progress import log
 FORMAT_VERSION = 1
 MANIFEST = "data_config.json"
 LOCK = ".lock"
-DRAFT = ("config.json", "model.safetensors")  # ours beside a report; else they may be anybody's
-# What a finished stage must still hold; 03 looks at its files one by one.
-PRODUCTS = {
+DRAFT = ("config.json", "model.safetensors")  # ours beside a manifest; else they may be anybody's
+# Files that a finished stage must still have; 03 looks at its files one by one.
+STAGE_FILES = {
     "prepare": ("tokenized_data.jsonl",),
     "vocab": ("d2t.npy", "t2d.npy"),
     "regenerate": ("responses.jsonl",),
@@ -42,7 +42,7 @@ PROBE = ".probe"  # files of 03's self-check, until it ends
 OURS = (
     MANIFEST, LOCK, ".*.partial", PROBE, "plan.json", "sample_lengths.json", "journal.jsonl",
     "rows_*-*", "shard-*-of-*", "coverage.png", "metrics.jsonl", "curves.png", "tensorboard",
-    *RESUMED, *(n for names in PRODUCTS.values() if names != DRAFT for n in names),
+    *RESUMED, *(n for names in STAGE_FILES.values() if names != DRAFT for n in names),
 )  # fmt: skip
 _locks: list[IO] = []  # open until the process ends
 
@@ -52,7 +52,7 @@ _locks: list[IO] = []  # open until the process ends
 
 @dataclass(frozen=True)
 class Stage:
-    """What a stage is asked to make.
+    """What a stage makes.
 
     settings: what decides the data, as JSON; inputs: name → content hash, or a list of them.
     """
@@ -75,7 +75,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A finished stage: what it was asked, what it counted, the hash of its content.
+    """A finished stage: its settings and inputs, what it counted, the hash of its content.
 
     more: the stage's other keys, as JSON.
     """
@@ -194,7 +194,7 @@ class Output:
     overwrite: bool
 
     def earlier_run(self) -> str:
-        """Compare the folder with what is asked: "none", "in_progress" or "complete" (and all that
+        """Compare the folder with this stage: "none", "in_progress" or "complete" (and all that
         it made is there).
 
         UserError when it holds a run with other settings or other input data, so that stale
@@ -202,16 +202,16 @@ class Output:
         would delete what is not ours.
         """
         folder, stage, overwrite = self.folder, self.stage, self.overwrite
-        path, products = folder / MANIFEST, PRODUCTS.get(stage.name, ())
+        path, products = folder / MANIFEST, STAGE_FILES.get(stage.name, ())
         if overwrite:
             check_ours(folder)
         if not path.exists():
-            telling = () if overwrite else (*products, *RESUMED)
-            there = [name for name in telling if (folder / name).exists()]
+            data = () if overwrite else (*products, *RESUMED)
+            there = [name for name in data if (folder / name).exists()]
             if there:
                 raise UserError(
-                    f"{folder}: holds {there[0]} without a {MANIFEST} that tells what it is; choose"
-                    " another --output-dir, or --overwrite to replace it"
+                    f"{folder}: holds {there[0]} without a {MANIFEST}, so nothing says how it"
+                    " was made; choose another --output-dir, or --overwrite to replace it"
                 )
             return "none"
         try:
@@ -272,11 +272,11 @@ class Output:
         write.
 
         What a kill leaves is still the earlier run's and says so, but never that it is complete:
-        the manifest goes last, and first what that run would resume from, and what it must hold.
+        the manifest goes last, and first what that run would resume from, and its data.
         """
         if not self.overwrite:
             return
-        first = [*RESUMED, *(name for names in PRODUCTS.values() for name in names)]
+        first = [*RESUMED, *(name for names in STAGE_FILES.values() for name in names)]
 
         def order(path: Path) -> int:
             last = len(first) + (path.name == MANIFEST)
@@ -314,14 +314,14 @@ def check_ours(folder: Path) -> None:
             )
 
 
-def check_same(folder: Path, asked: Stage, found: Stage) -> None:
+def check_same(folder: Path, stage: Stage, found: Stage) -> None:
     """UserError naming the first setting or input in which a folder's stage differs."""
 
-    def flat(stage: Stage) -> dict[str, Any]:
-        inputs = {f"input {k}": v for k, v in stage.inputs.items()}
-        return {"stage": stage.name, **stage.settings, **inputs}
+    def flat(one: Stage) -> dict[str, Any]:
+        inputs = {f"input {k}": v for k, v in one.inputs.items()}
+        return {"stage": one.name, **one.settings, **inputs}
 
-    have, want = flat(found), flat(asked)
+    have, want = flat(found), flat(stage)
     differing = [k for k in {**have, **want} if have.get(k) != want.get(k)]
     if differing:
         k = differing[0]

@@ -43,7 +43,7 @@ def quiet_libraries() -> None:
 
 def log(text: str) -> None:
     """Print one line now, also when stdout is a file."""
-    streams.tell(text, streams.stdout())
+    streams.print_now(text, streams.stdout())
 
 
 def duration(seconds: float) -> str:
@@ -58,8 +58,8 @@ class Progress:
     """A tqdm bar on a terminal; otherwise a plain line every 10 s with rate and ETA.
 
     `done` counts from `initial` (work found finished by an earlier run); the rate is
-    of this run alone. Where many things are under way together, the first to be done come late
-    and tell little: the ETA waits for `concurrency` of them.
+    of this run alone. Where `concurrency` things run together, the first finish late, so the
+    ETA waits for that many.
     """
 
     def __init__(self, what: str, total: int, unit: str, initial: int = 0, concurrency: int = 0):
@@ -84,7 +84,7 @@ class Progress:
         self.done += n
         streams.trim_captured()
         if self.bar is not None:
-            with contextlib.suppress(OSError):  # the terminal is gone, see streams.tell
+            with contextlib.suppress(OSError):  # the terminal is gone, see streams.print_now
                 self.bar.set_postfix_str(note, refresh=False)
                 self.bar.update(n)
             return
@@ -140,7 +140,7 @@ class Stopper:
     """Turns SIGTERM and SIGINT into a flag that a loop reads between two steps.
 
     Any later signal ends the process at once, but not one that comes together with the first: a
-    whole job is signalled by its group, by Slurm and by torchrun, each process more than once.
+    job's signals come by its group, by Slurm and by torchrun, each process more than once.
     """
 
     def __init__(self) -> None:

@@ -31,7 +31,7 @@ def stderr() -> TextIO:
     return sys.stderr if _captured is None else _ours[2]
 
 
-def tell(text: str, stream: TextIO) -> None:
+def print_now(text: str, stream: TextIO) -> None:
     """Print one line now, if it can be: a log whose reader is gone (`| tee` after a hang-up) or
     whose disk is full must not end a run that has hours of work in memory."""
     with contextlib.suppress(OSError):
@@ -97,4 +97,4 @@ def show_captured() -> None:
     text = captured_tail(SHOWN_BYTES).decode(errors="replace")
     lines = [line.rstrip() for line in text.split("\n") if "\r" not in line.rstrip("\r")]
     for line in filter(None, lines):
-        tell(line, stderr())
+        print_now(line, stderr())

@@ -6,7 +6,7 @@ import torch
 FUNCTIONS = (torch.cos, torch.sin, torch.exp, torch.log, torch.sqrt)
 
 
-def settle() -> None:
+def choose_kernels() -> None:
     """Have oneMKL choose its kernels now, in one thread.
 
     It chooses when a function is first called. Where several threads make that call at once, on

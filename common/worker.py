@@ -12,7 +12,7 @@ from common import vml
 from common.extraction.capture import CaptureMethods
 from common.serving.worker_hooks import ServingMethods
 
-vml.settle()  # vLLM imports this first, then loads the model and makes its rotary table
+vml.choose_kernels()  # vLLM imports this first, then loads the model and makes its rotary table
 
 
 class WorkerExtension(CaptureMethods, ServingMethods):

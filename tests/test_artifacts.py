@@ -7,7 +7,7 @@ from common.errors import UserError
 from common.manifest import (
     LOCK,
     MANIFEST,
-    PRODUCTS,
+    STAGE_FILES,
     Output,
     Stage,
     read_manifest,
@@ -58,7 +58,7 @@ def test_earlier_runs(tmp_path):
     assert state({"a": 1}, {"p": "x"}) == "in_progress"
     output(tmp_path, {"a": 1}, {"p": "x"}).finish({}, "d", 0)
     assert state({"a": 1}, {"p": "x"}) == "in_progress"  # what it made is gone
-    for name in PRODUCTS["vocab"]:
+    for name in STAGE_FILES["vocab"]:
         (tmp_path / name).touch()
     assert state({"a": 1}, {"p": "x"}) == "complete"
     with pytest.raises(UserError, match="was made with a = 1, asked for 2"):

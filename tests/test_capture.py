@@ -121,10 +121,10 @@ def test_final_layer_reproduces_the_logprobs_and_the_one_before_does_not(capture
 
 def write_sample(folder, index, hidden_TLH, ids_T):
     """Write a file as the writer does, from tensors."""
-    from common.extraction.writer import Rows, write_rows
+    from common.extraction.writer import CaptureBuffer, write_rows
 
     dtype = str(hidden_TLH.dtype).removeprefix("torch.")
-    rows = Rows.empty(tuple(hidden_TLH.shape), dtype, torch.device("cpu"), False)
+    rows = CaptureBuffer.empty(tuple(hidden_TLH.shape), dtype, torch.device("cpu"), False)
     rows.states_NLH.copy_(hidden_TLH)
     write_rows(hidden_file(folder, index), rows, slice(0, len(ids_T)), ids_T.numpy())
 

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from common.draft import packed_row
-from common.draft.config import DraftShape, flops_of_step, memory_needed
+from common.draft.config import DraftShape, flops_of_step, training_memory
 from common.draft.linear_products import LinearProducts
 from common.draft.loss_table import loss_table
 from common.draft.losses import linear_kl, target_probs
 from common.draft.model import Eagle3Draft, initialize, ttt_states
 from common.draft.packed_row import make_row
-from common.training.heldout import acceptance, heldout_counts
+from common.training.heldout import acceptance_rates, heldout_counts
 from common.training.optimizers import make_optimizers, optimizer_state
 from common.training.step import Target, step_loss
 
@@ -289,7 +289,7 @@ def test_hits_are_those_of_each_query_position_alone(rule):
 
 
 def test_acceptance_follows_from_the_counts():
-    rates = acceptance(torch.tensor([[10, 6, 10, 6], [8, 5, 5, 4], [6, 4, 4, 1]]))
+    rates = acceptance_rates(torch.tensor([[10, 6, 10, 6], [8, 5, 5, 4], [6, 4, 4, 1]]))
     assert rates["conditional_accuracy"] == [0.6, 0.8, 0.25]
     assert rates["acceptance_length"] == pytest.approx(1 + 0.6 + 0.48 + 0.12)
 
@@ -344,7 +344,7 @@ def test_memory_that_a_step_needs_at_least(dtype, train_lm_head, optimizer):
     sizes = {x.data_ptr(): x.numel() * x.element_size() for x in held}  # a float32 copy is none
     found = sum(sizes.values()) + 2 * V * H * dtype.itemsize  # the verifier's
     count = 2 if optimizer == "adamw" else 1
-    needed = memory_needed(draft.shape, dtype.itemsize, 1, count, train_lm_head)
+    needed = training_memory(draft.shape, dtype.itemsize, 1, count, train_lm_head)
     head = 4 * D * H if optimizer == "muon" and train_lm_head else 0
     assert needed == found - head
 

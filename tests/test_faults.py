@@ -8,7 +8,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file, save_file
 
-from common.extraction.batching import plan_batches
+from common.extraction.batching import make_batches
 from common.manifest import MANIFEST
 from tests.conftest import (
     ended,
@@ -47,7 +47,7 @@ def odd(request, tmp_path_factory, nan_llama) -> dict:
     gives of them, and a verifier to which that token is NaN."""
     folder = tmp_path_factory.mktemp("odd")
     rows = make_rows(24, vocab_size=400)
-    units = plan_batches({i: len(row["input_ids"]) for i, row in enumerate(rows)}, 256)
+    units = make_batches({i: len(row["input_ids"]) for i, row in enumerate(rows)}, 256)
     later = next(u for u in units[3:] if len(u) > 2)
     where = sorted(units[0][:2] if request.param == "first pass" else later[:2])
     assert len(where) == 2

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save
 
 from common.artifacts import sha256_json
 from common.errors import UserError
-from common.extraction.batching import deal_batches, plan_batches
-from common.extraction.writer import Rows, write_rows
+from common.extraction.batching import make_batches, shard_batches
+from common.extraction.writer import CaptureBuffer, write_rows
 from common.manifest import MANIFEST
 from common.states.files import (
     FP8,
@@ -29,10 +29,10 @@ from common.states.verify import all_finite
 from tests.conftest import extract_args, files_of, last_line, must, script
 
 
-def rows_of(states_TLH: torch.Tensor, scale_TL: torch.Tensor | None = None) -> Rows:
+def rows_of(states_TLH: torch.Tensor, scale_TL: torch.Tensor | None = None) -> CaptureBuffer:
     dtype = str(states_TLH.dtype).removeprefix("torch.")
     tokens, layers, hidden = states_TLH.shape
-    rows = Rows.empty((tokens, layers, hidden), dtype, torch.device("cpu"), False)
+    rows = CaptureBuffer.empty((tokens, layers, hidden), dtype, torch.device("cpu"), False)
     rows.states_NLH.copy_(states_TLH)
     if scale_TL is not None:
         rows.scale_NL.copy_(scale_TL)
@@ -113,8 +113,8 @@ lengths = st.dictionaries(st.integers(0, 5000), st.integers(1, 64), min_size=1, 
 @pytest.mark.quick
 @given(lengths, st.integers(64, 200), st.integers(1, 9))
 def test_shards_share_the_passes_evenly_by_tokens(lengths, budget, count):
-    units = plan_batches(lengths, budget)
-    shards = [deal_batches(units, lengths, count, n) for n in range(count)]
+    units = make_batches(lengths, budget)
+    shards = [shard_batches(units, lengths, count, n) for n in range(count)]
     assert sorted(map(tuple, (u for s in shards for u in s))) == sorted(map(tuple, units))
     loads = [sum(lengths[i] for u in s for i in u) for s in shards]
     assert max(loads) - min(loads) <= budget
@@ -129,7 +129,7 @@ def test_verify_passes_on_a_whole_folder(tiny_stages):
     before = {p: p.stat().st_mtime_ns for p in tiny_stages["hidden"].rglob("*")}
     result = must(verify(tiny_stages, tiny_stages["hidden"]))
     assert "40 files" in last_line(result)
-    assert "are whole, finite and as prepared" in last_line(result)
+    assert "are complete, finite and as prepared" in last_line(result)
     assert before == {p: p.stat().st_mtime_ns for p in tiny_stages["hidden"].rglob("*")}
 
 
@@ -143,7 +143,7 @@ def test_verify_refuses_another_runs_report(tiny_stages, tmp_path):
     (out / "journal.jsonl").write_text("\n".join([json.dumps(entry), *lines[1:]]) + "\n")
     result = verify(tiny_stages, out)
     assert result.returncode == 1
-    assert "its report is not of the files in its journal" in last_line(result)
+    assert "its manifest is not of the files in its journal" in last_line(result)
 
 
 def flip_a_byte(path):
@@ -169,14 +169,18 @@ def not_finite(path):
     ("spoil", "journal", "text"),
     [
         (flip_a_byte, False, "its bytes are not those that were written"),
-        (lambda path: path.write_bytes(path.read_bytes()[:-9]), False, "not a whole safetensors"),
+        (
+            lambda path: path.write_bytes(path.read_bytes()[:-9]),
+            False,
+            "not a complete safetensors",
+        ),
         (lambda path: path.unlink(), False, "missing; run 03 again"),
         (other_ids, True, "its token_ids are not the prepared sample's"),
         (not_finite, True, "its hidden states hold NaN or Inf"),
     ],
 )
 def test_verify_finds_what_is_wrong(tiny_stages, tmp_path, spoil, journal, text):
-    """`journal`: journal and report are made to agree, so that the check behind it speaks."""
+    """`journal`: journal and manifest are made to agree, so that the next check is reached."""
     from common.states.files import file_checksum
 
     out = tmp_path / "hidden"

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.extraction.batching import MAX_SAMPLES_PER_BATCH, plan_batches
+from common.extraction.batching import MAX_SAMPLES_PER_BATCH, make_batches
 from common.training.packing import is_heldout, pack_rows
 
 pytestmark = pytest.mark.quick
@@ -14,7 +14,7 @@ lengths = st.dictionaries(st.integers(0, 5000), st.integers(1, 64), min_size=1, 
 
 @given(lengths, st.integers(64, 200), st.integers(1, 400))
 def test_units_hold_every_sample_once_within_both_limits(lengths, budget, most):
-    units = plan_batches(lengths, budget, most)
+    units = make_batches(lengths, budget, most)
     assert sorted(i for u in units for i in u) == sorted(lengths)
     assert all(sum(lengths[i] for i in u) <= budget for u in units)
     assert all(len(u) <= min(most, MAX_SAMPLES_PER_BATCH) for u in units)
@@ -23,20 +23,20 @@ def test_units_hold_every_sample_once_within_both_limits(lengths, budget, most):
 @given(lengths, st.integers(64, 200))
 def test_units_depend_on_the_data_alone(lengths, budget):
     shuffled = dict(sorted(lengths.items(), key=lambda x: (x[1] * 7919 % 101, x[0])))
-    assert plan_batches(lengths, budget) == plan_batches(shuffled, budget)
+    assert make_batches(lengths, budget) == make_batches(shuffled, budget)
 
 
 @given(lengths)
 def test_units_are_full(lengths):
     """No two units could have been one, where the number of samples allows."""
-    units = plan_batches(lengths, 128)
+    units = make_batches(lengths, 128)
     sums = sorted(sum(lengths[i] for i in u) for u in units if len(u) < MAX_SAMPLES_PER_BATCH)
     assert len(sums) < 2 or sums[0] + sums[1] > 128
 
 
 def test_a_sample_over_the_budget_is_refused():
     with pytest.raises(ValueError, match="sample 3 has 70 tokens"):
-        plan_batches({3: 70}, 64)
+        make_batches({3: 70}, 64)
 
 
 @given(lengths, st.integers(64, 200), st.integers(0, 9))

@@ -68,7 +68,7 @@ def test_kimi_is_planned_from_its_config_and_index(kimi):
     text = must(dry_run(kimi)).stdout
     assert "KimiK25ForConditionalGeneration, 61 layers, hidden 7168, vocabulary 163840" in text
     assert "layers         2 30 58 60" in text
-    assert "547.0 GB in 5 files, 70.3 GB a rank at TP=8" in text
+    assert "547.0 GB in 5 files, 70.3 GB per rank at TP=8" in text
     assert "2 samples, 4000 tokens in 1 forward pass of" in text
     assert "0.23 GB in bfloat16 to write" in text
     assert "host memory    2.15 GB" in text
@@ -136,9 +136,9 @@ def test_gpus_that_fit_pass():
         (
             [gpu(i) for i in range(7)] + [gpu(7, 15, ("pid 4711 (python, 80.1 GB)",))],
             0.9,
-            r"GPU 7 .*15.0 GB free.* 86.4; held by pid 4711 \(python, 80.1 GB\)",
+            r"GPU 7 .*15.0 GB free.* 86.4; used by pid 4711 \(python, 80.1 GB\)",
         ),
-        ([gpu(i) for i in range(8)], 0.5, "73.0 GB of weights, KV cache and activations a rank"),
+        ([gpu(i) for i in range(8)], 0.5, "73.0 GB of weights, KV cache and activations per rank"),
         ([gpu(i) for i in range(8)], 0.985, "lower --gpu-memory-utilization to 0.97"),
     ],
 )

@@ -43,7 +43,7 @@ for n in range({PROCESSES}):
     if child:
         wrong += os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         continue
-    vml.settle()
+    vml.choose_kernels()
     t = target()
     row, draft = pack([sample(1, [(300, 400)])]), fresh(shape(), t)
     first, second = step(draft, t, row), step(draft, t, row)

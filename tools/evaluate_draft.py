@@ -74,10 +74,10 @@ def parse_args() -> EvaluateSettings:
 
 
 def main() -> None:
-    flags = parse_args()
+    settings = parse_args()
     progress.quiet_libraries()
     started = time.monotonic()
-    out, draft = Path(flags.output_dir), Path(flags.draft)
+    out, draft = Path(settings.output_dir), Path(settings.draft)
 
     # ---------------------------------------------------------------- check
     from common.data.chat_template import load_template
@@ -85,7 +85,7 @@ def main() -> None:
     from common.data.sources import parse_sources, read_rows, sources_digest
     from common.serving.acceptance import DraftMeasurement, acceptance, result_of, table
     from common.serving.checkpoint import check_draft
-    from common.serving.generation import compile_warm_up, generate
+    from common.serving.generation import generate, warm_up_decoding
     from common.serving.parity import stored_sample
     from common.states.folder import open_hidden
     from common.verifier.config import load_verifier
@@ -93,36 +93,41 @@ def main() -> None:
     from common.verifier.fingerprint import tokenizer_fingerprint
     from common.verifier.weights import check_weights, identities
 
-    verifier = load_verifier(flags.model_path)
+    verifier = load_verifier(settings.model_path)
     check_draft(draft, verifier)
-    sources = parse_sources(flags.prompts, flags.max_samples, "--prompts")
+    sources = parse_sources(settings.prompts, settings.max_samples, "--prompts")
     local = [f for s in sources for f in s.files]
-    states = [flags.hidden_states] if flags.hidden_states else []
-    artifacts.check_apart(out, flags.model_path, draft, *local, *states)
+    states = [settings.hidden_states] if settings.hidden_states else []
+    artifacts.check_apart(out, settings.model_path, draft, *local, *states)
     inputs = {
         "prompts": sources_digest(sources),
         "draft": artifacts.sha256_file(draft / "model.safetensors"),
         "draft_config": artifacts.sha256_file(draft / "config.json"),
-        "tokenizer": tokenizer_fingerprint(flags.model_path),
+        "tokenizer": tokenizer_fingerprint(settings.model_path),
     }
-    inputs |= identities(verifier, check_weights(verifier), out, flags.dry_run)
+    inputs |= identities(verifier, check_weights(verifier), out, settings.dry_run)
     sample = None
-    if flags.hidden_states:
-        folder = Path(flags.hidden_states)
+    if settings.hidden_states:
+        folder = Path(settings.hidden_states)
         inputs["extract"] = open_hidden(folder).content_sha256
-        sample = stored_sample(folder, draft, verifier, flags.max_seq_len)
-    stage = Stage(STAGE, flags.manifest_settings(verifier.end_ids), inputs)
-    state = Output(out, stage, flags.overwrite).earlier_run()
+        sample = stored_sample(folder, draft, verifier, settings.max_seq_len)
+    stage = Stage(STAGE, settings.manifest_settings(verifier.end_ids), inputs)
+    state = Output(out, stage, settings.overwrite).earlier_run()
     if state == "complete":
         progress.log((out / "table.txt").read_text(encoding="utf-8").rstrip())
         progress.log(f"evaluate: {out} is complete (--overwrite makes it again)")
         return
-    rows = list(read_rows(sources, flags.max_samples))
-    parts = flags.model_path, flags.trust_remote_code, verifier.end_ids, flags.template_args
+    rows = list(read_rows(sources, settings.max_samples))
+    parts = (
+        settings.model_path,
+        settings.trust_remote_code,
+        verifier.end_ids,
+        settings.template_args,
+    )
     template = functools.cache(functools.partial(load_template, *parts))
-    longest = verifier.longest_sample(flags.max_seq_len) - flags.max_new_tokens
+    longest = verifier.longest_sample(settings.max_seq_len) - settings.max_new_tokens
     prompts, _ = load_prompts(rows, template, verifier.vocab_size, longest)
-    if flags.dry_run:
+    if settings.dry_run:
         progress.log(f"evaluate: dry run, {draft} fits the verifier; {len(prompts)} prompts")
         return
 
@@ -131,16 +136,16 @@ def main() -> None:
     have = state == "in_progress" and measured.exists()
     if have:
         progress.log("evaluate: the draft is measured already; the verifier alone is left")
-    elif not flags.only_draft:
+    elif not settings.only_draft:
         # In a process of its own: it leaves the next load all of a GPU's memory, and some
         # verifiers hang in the second engine of a process (Kimi-K2.5 in vLLM 0.26).
         run_only_draft()
         state = Output(out, stage, False).earlier_run()
-    output = Output(out, stage, flags.only_draft and flags.overwrite)
+    output = Output(out, stage, settings.only_draft and settings.overwrite)
     output.lock(state)
-    if flags.only_draft:
+    if settings.only_draft:
         if not have:
-            found = measure_draft(flags, verifier, prompts, sample)
+            found = measure_draft(settings, verifier, prompts, sample)
             output.empty()
             output.begin()
             found.write(measured)
@@ -148,14 +153,14 @@ def main() -> None:
         progress.log(f"evaluate: measured with the draft, {took} -> {measured}")
         return
     drafted = DraftMeasurement.read(measured)
-    concurrency = flags.batch_size
-    with generating(flags, verifier, STAGE) as llm:
-        compile_warm_up(llm, prompts[:concurrency])
-        limits = verifier.end_ids, flags.max_new_tokens, concurrency
+    concurrency = settings.batch_size
+    with generating(settings, verifier, STAGE) as llm:
+        warm_up_decoding(llm, prompts[:concurrency])
+        limits = verifier.end_ids, settings.max_new_tokens, concurrency
         plain = generate(llm, prompts, *limits, "verifier alone")
 
     # ---------------------------------------------------------------- report
-    result = acceptance(plain, drafted, flags.num_speculative_tokens, flags.seed)
+    result = acceptance(plain, drafted, settings.num_speculative_tokens, settings.seed)
     text = table(result, drafted.parity)
     (out / "table.txt").write_text(text + "\n", encoding="utf-8")
     artifacts.write_json(out / "result.json", asdict(result) | result_of(drafted.parity))
@@ -191,28 +196,28 @@ def run_only_draft() -> None:
 
 
 def measure_draft(
-    flags: EvaluateSettings,
+    settings: EvaluateSettings,
     verifier: "Verifier",
     prompts: "list[Prompt]",
     sample: "StoredSample | None",
 ) -> "DraftMeasurement":
     """Serve the draft, check its parity with `sample` if there is one, and decode the prompts."""
     from common.serving.acceptance import DraftMeasurement, draft_counters
-    from common.serving.generation import compile_warm_up, generate
+    from common.serving.generation import generate, warm_up_decoding
     from common.serving.parity import check_parity
     from common.verifier.engine import generating
 
     speculative = {
-        "model": flags.draft,
+        "model": settings.draft,
         "method": "eagle3",
-        "num_speculative_tokens": flags.num_speculative_tokens,
+        "num_speculative_tokens": settings.num_speculative_tokens,
     }
-    concurrency = flags.batch_size
-    with generating(flags, verifier, STAGE, speculative_config=speculative) as llm:
-        parity = check_parity(llm, sample, Path(flags.draft), verifier) if sample else None
-        compile_warm_up(llm, prompts[:concurrency])
+    concurrency = settings.batch_size
+    with generating(settings, verifier, STAGE, speculative_config=speculative) as llm:
+        parity = check_parity(llm, sample, Path(settings.draft), verifier) if sample else None
+        warm_up_decoding(llm, prompts[:concurrency])
         before = draft_counters(llm)
-        limits = verifier.end_ids, flags.max_new_tokens, concurrency
+        limits = verifier.end_ids, settings.max_new_tokens, concurrency
         run = generate(llm, prompts, *limits, "with draft")
         counters = {k: v - before.get(k, 0) for k, v in draft_counters(llm).items()}
     if not counters["drafts"]:

@@ -67,11 +67,11 @@ def parse_args() -> RegenerateSettings:
     p.add_argument("--served-model", metavar="NAME", help="the server's (default: its only one)")
     p.add_argument(
         "--concurrency",
-        type=cli.counted(4096),
+        type=cli.integer(1, 4096),
         default=64,
         help="requests under way",
     )
-    p.add_argument("--retries", type=cli.whole_number, default=5, help="of a failed request")
+    p.add_argument("--retries", type=cli.non_negative_int, default=5, help="of a failed request")
     p.add_argument(
         "--request-timeout",
         type=cli.between(1, 1e6),
@@ -93,10 +93,10 @@ def parse_args() -> RegenerateSettings:
 
 
 def main() -> None:
-    flags = parse_args()
+    settings = parse_args()
     progress.quiet_libraries()
     started = time.monotonic()
-    out = Path(flags.output_dir)
+    out = Path(settings.output_dir)
 
     # ---------------------------------------------------------------- check
     from common.data.chat_template import load_template
@@ -110,54 +110,59 @@ def main() -> None:
     from common.verifier.fingerprint import fingerprint, tokenizer_fingerprint
     from common.verifier.weights import check_weights, identities
 
-    verifier = load_verifier(flags.model_path)
-    sources = parse_sources(flags.prompts, flags.max_samples, "--prompts")
-    artifacts.check_apart(out, flags.model_path, *(f for s in sources for f in s.files))
-    if flags.answers_per_prompt > 1 and flags.temperature == 0:
+    verifier = load_verifier(settings.model_path)
+    sources = parse_sources(settings.prompts, settings.max_samples, "--prompts")
+    artifacts.check_apart(out, settings.model_path, *(f for s in sources for f in s.files))
+    if settings.answers_per_prompt > 1 and settings.temperature == 0:
         raise errors.UserError("--answers-per-prompt over 1 needs --temperature over 0")
     inputs = {
         "prompts": sources_digest(sources),
-        "tokenizer": tokenizer_fingerprint(flags.model_path),
+        "tokenizer": tokenizer_fingerprint(settings.model_path),
     }
-    if flags.endpoint:
+    if settings.endpoint:
         inputs["verifier"] = fingerprint(verifier)
     else:
-        inputs |= identities(verifier, check_weights(verifier), out, flags.dry_run)
-    stage = Stage(STAGE, flags.manifest_settings(verifier.end_ids), inputs)
-    output = Output(out, stage, flags.overwrite)
+        inputs |= identities(verifier, check_weights(verifier), out, settings.dry_run)
+    stage = Stage(STAGE, settings.manifest_settings(verifier.end_ids), inputs)
+    output = Output(out, stage, settings.overwrite)
     state = output.earlier_run()
     if state == "complete":
         progress.log(f"regenerate: {out} is complete (--overwrite makes it again)")
         return
-    rows = list(read_rows(sources, flags.max_samples))
-    parts = flags.model_path, flags.trust_remote_code, verifier.end_ids, flags.template_args
-    template = functools.cache(functools.partial(load_template, *parts))
-    longest = verifier.longest_sample(flags.max_seq_len) - flags.max_new_tokens
-    prompts, skipped = load_prompts(
-        rows, template, verifier.vocab_size, longest, flags.skip_bad_rows, flags.all_turns
+    rows = list(read_rows(sources, settings.max_samples))
+    parts = (
+        settings.model_path,
+        settings.trust_remote_code,
+        verifier.end_ids,
+        settings.template_args,
     )
-    conversations = conversations_of(prompts, flags.answers_per_prompt)
-    if flags.dry_run:
+    template = functools.cache(functools.partial(load_template, *parts))
+    longest = verifier.longest_sample(settings.max_seq_len) - settings.max_new_tokens
+    prompts, skipped = load_prompts(
+        rows, template, verifier.vocab_size, longest, settings.skip_bad_rows, settings.all_turns
+    )
+    conversations = conversations_of(prompts, settings.answers_per_prompt)
+    if settings.dry_run:
         progress.log(
             f"regenerate: dry run, {len(prompts)} prompts ({skipped} skipped) x"
-            f" {flags.answers_per_prompt}, at most {flags.max_new_tokens} tokens each, into {out};"
-            " nothing was written"
+            f" {settings.answers_per_prompt}, at most {settings.max_new_tokens} tokens each, into"
+            f" {out}; nothing was written"
         )
         return
     output.lock(state)
 
     # ---------------------------------------------------------------- regenerate
     refused: Counter[str] = Counter()
-    with contextlib.closing(Responses(output, flags.all_turns)) as responses:
+    with contextlib.closing(Responses(output, settings.all_turns)) as responses:
         before = len(responses.answered)
         names = [conversation.turn_names() for conversation in conversations]
         unfinished = [one for one in conversations if one.resume(responses.answered)]
         if unfinished:
-            seed = flags.seed if flags.temperature else None
-            with backend_of(flags, verifier, template, longest) as backend:
+            seed = settings.seed if settings.temperature else None
+            with backend_of(settings, verifier, template, longest) as backend:
                 turns = sum(map(len, names))
                 refused = regenerate(backend, unfinished, responses, turns, seed)
-    if flags.all_turns:
+    if settings.all_turns:
         join_turns(responses.path, names)
 
     # ---------------------------------------------------------------- report
@@ -188,16 +193,16 @@ def main() -> None:
 
 
 def backend_of(
-    flags: RegenerateSettings, verifier: Any, template: Callable, longest: int
+    settings: RegenerateSettings, verifier: Any, template: Callable, longest: int
 ) -> contextlib.AbstractContextManager[Any]:
     """vLLM in this process, or the server of --endpoint."""
-    if flags.endpoint:
+    if settings.endpoint:
         from common.regeneration.endpoint import Endpoint
 
-        return contextlib.closing(Endpoint(flags))
+        return contextlib.closing(Endpoint(settings))
     from common.regeneration.in_process import in_process
 
-    return in_process(flags, verifier, template, longest)
+    return in_process(settings, verifier, template, longest)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Lay out a run's data as speculators' own trainer reads it; copies no hidden states.
 
-<output-dir>/                     an Arrow table: input_ids, loss_mask, seq_len a row
+<output-dir>/                     an Arrow table: input_ids, loss_mask, seq_len per row
 <output-dir>/d2t-<D>.npy, t2d-<D>.npy          the vocabulary map
 <output-dir>/hidden_states/hs_<row>.safetensors  links to 03's files
 
@@ -81,7 +81,7 @@ def main() -> None:
     os.rename(partial, out)
     progress.log(
         f"speculators_layout: {len(found)} samples, draft vocabulary {size}, layers"
-        f" {hidden.settings['layers']} -> {out}"
+        f" {hidden.layers} -> {out}"
     )
 
 

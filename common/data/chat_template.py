@@ -285,7 +285,7 @@ class Template:
     # ------------------------------------------------------------ what the template leaves out
 
     def shows_calls(self, before: list[dict], message: dict, tools: list | None) -> bool:
-        """Whether the finished rendering tells each call of a turn, its arguments too."""
+        """Whether the finished rendering shows each call of a turn, its arguments too."""
         calls = message["tool_calls"]
         for n, call in enumerate(calls):
             bare = {**call, "function": call["function"] | {"arguments": {}}}
@@ -334,7 +334,10 @@ class Template:
             prompt + ids
         ) == self.tokenizer.decode(full):
             return ids
-        raise RowError("border inside a token", "the answer's ids cannot be told from the prompt's")
+        raise RowError(
+            "border inside a token",
+            "a token spans the end of the prompt and the start of the answer",
+        )
 
     def ending_role_token(self, role: str) -> list[int]:
         """The id that begins a turn of this role, where that is what ends an answer; else none."""

@@ -104,7 +104,7 @@ def prompt_of(
 def groups_between_answers(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     """The turns before and between the answers, in groups; the answers are dropped."""
     if any(m["role"] == "tool" for m in messages):
-        raise RowError("tool results", "another answer may make other calls; ask its last turn")
+        raise RowError("tool results", "another answer may make other calls; leave out --all-turns")
     groups: list[list[dict[str, Any]]] = [[]]
     for message in messages:
         if message["role"] != "assistant":

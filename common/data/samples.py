@@ -74,10 +74,10 @@ def check_sample(row: Any, where: str, vocab_size: int | None) -> tuple[np.ndarr
         raise UserError(
             f"{where}: {len(ids)} input_ids and {len(mask)} loss_mask values; they must be equal"
         )
-    mask_T = whole_numbers(mask, f"{where}: loss_mask")
+    mask_T = integer_array(mask, f"{where}: loss_mask")
     if not np.isin(mask_T, (0, 1)).all():
         raise UserError(f"{where}: loss_mask holds values other than 0 and 1")
-    ids_T = whole_numbers(ids, f"{where}: input_ids")
+    ids_T = integer_array(ids, f"{where}: input_ids")
     if ids_T.dtype.kind == "b":
         raise UserError(f"{where}: input_ids holds true and false instead of ids")
     low, high = int(ids_T.min()), int(ids_T.max())
@@ -89,7 +89,7 @@ def check_sample(row: Any, where: str, vocab_size: int | None) -> tuple[np.ndarr
     return ids_T.astype(np.int32), mask_T.astype(bool)
 
 
-def whole_numbers(values: list, where: str) -> np.ndarray:
+def integer_array(values: list, where: str) -> np.ndarray:
     """The list as an array of whole numbers; UserError for anything else in it."""
     try:
         array = np.array(values)
@@ -138,8 +138,8 @@ def read_samples(
 
 
 def check_tokenizer(folder: Path, verifier: Verifier) -> None:
-    """UserError unless 01 prepared the data with this verifier's tokenizer (data brought by hand
-    do not tell)."""
+    """UserError unless 01 prepared the data with this verifier's tokenizer (data without a
+    manifest do not say)."""
     if not (folder / MANIFEST).exists():
         return
     manifest = read_manifest(folder, "prepare")

@@ -1,4 +1,4 @@
-"""Sources of rows: local files or folders of them, or a hub data set, read a row at a time.
+"""Sources of rows: local files or folders of them, or a hub data set, read row by row.
 
 Read by hand rather than through `datasets`, whose readers give every row one schema (rows of chat
 data have keys of their own), copy the data into a cache and cannot name the line of a bad row.
@@ -193,21 +193,21 @@ def sources_digest(sources: list[Source]) -> str:
 
 
 def read_rows(
-    sources: list[Source], max_rows: int | None = None, wanted: float = float("inf")
+    sources: list[Source], max_rows: int | None = None, enough: float = float("inf")
 ) -> Iterator[Row]:
     """Yield rows of all sources, one after the other or mixed by weight; UserError naming file
     and line or row.
 
     Args:
-        wanted: rows after which a source that ends is no longer worth a word: others may read
-            ahead of what they need.
+        enough: rows that the caller needs; a source that ends after them is not logged (workers
+            read ahead).
     """
     mixed = sources and sources[0].weight is not None
-    rows = mix(sources, wanted) if mixed else (row for s in sources for row in source_rows(s))
+    rows = mix(sources, enough) if mixed else (row for s in sources for row in source_rows(s))
     return itertools.islice(rows, max_rows)
 
 
-def mix(sources: list[Source], wanted: float) -> Iterator[Row]:
+def mix(sources: list[Source], enough: float) -> Iterator[Row]:
     """Rows of all sources in turns by weight, the same on every run; one that ends drops out."""
     streams = [source_rows(s) for s in sources]
     total = 0
@@ -217,7 +217,7 @@ def mix(sources: list[Source], wanted: float) -> Iterator[Row]:
         row = next(streams[due], None)
         if row is None:
             count = given.pop(due)
-            if given and total < wanted:
+            if given and total < enough:
                 log(
                     f"{sources[due].name}: ended after {count} rows, under its weight; the others"
                     " continue without it"

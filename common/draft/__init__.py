@@ -1,0 +1,1 @@
+"""The EAGLE-3 draft: packed row, model, attention, losses, float8, export."""

@@ -33,7 +33,7 @@ class DraftShape:
     vocab_size: int
     norm_before_residual: bool = True
     norm_before_fc: bool = False  # one norm over all aux layers
-    fc_norm: bool = False  # a norm each
+    fc_norm: bool = False  # one norm per aux layer
     norm_output: bool = False
 
     @property
@@ -65,15 +65,15 @@ def draft_shape(
     values: dict[str, Any] = {"rms_norm_eps": verifier.rms_norm_eps, "rope_theta": 10000.0}
     values |= {k: v for k, v in {**verifier.text, **rope}.items() if k in SHAPE_KEYS and v}
     values |= given
-    heads = number(values, "num_attention_heads", int)
+    heads = checked_number(values, "num_attention_heads", int)
     values.setdefault("num_key_value_heads", heads)
     values.setdefault("head_dim", verifier.hidden_size // heads)
     sizes = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     shape = DraftShape(
         hidden_size=verifier.hidden_size,
-        **{name: number(values, name, int) for name in sizes},
-        rope_theta=float(number(values, "rope_theta", int, float)),
-        rms_norm_eps=float(number(values, "rms_norm_eps", int, float)),
+        **{name: checked_number(values, name, int) for name in sizes},
+        rope_theta=float(checked_number(values, "rope_theta", int, float)),
+        rms_norm_eps=float(checked_number(values, "rms_norm_eps", int, float)),
         num_aux_layers=num_aux_layers,
         draft_vocab_size=draft_vocab_size,
         vocab_size=verifier.vocab_size,
@@ -106,7 +106,7 @@ def check_keys(given: dict[str, Any], verifier: Verifier) -> None:
         )
 
 
-def number(values: dict[str, Any], name: str, *kinds: type) -> Any:
+def checked_number(values: dict[str, Any], name: str, *kinds: type) -> Any:
     """The value, of one of the kinds; UserError for another, or a number that is no size."""
     value: Any = values.get(name)
     if type(value) not in kinds or value < (1 if kinds == (int,) else 0):
@@ -133,7 +133,7 @@ def check_on_gpu(shape: DraftShape, float8: bool) -> None:
             raise UserError(f"--float8: {name} {size} is no multiple of 16; train without")
 
 
-def memory_needed(
+def training_memory(
     shape: DraftShape, itemsize: int, world: int, optimizer_tensors: int, train_lm_head: bool
 ) -> int:
     """Bytes on the device that every step needs at least, activations left out: float32 weights;

@@ -34,7 +34,7 @@ class LinearProducts:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Make the copies anew: the weights have changed."""
+        """Update the copies after the weights have changed."""
         for weight, copy in self._copies.items():
             copy.copy_(weight)
         for weights in self._float8.values():
@@ -101,16 +101,16 @@ def weight_gradients(dys: list[list[Operand]], xs: list[Operand]) -> Iterator[to
 
         yield from weight_gradients8(dys, xs)  # type: ignore[arg-type]
         return
-    x_NI = joined(xs)
+    x_NI = concatenated(xs)
     for dy in dys:
-        dy_ON = joined(dy).T
+        dy_ON = concatenated(dy).T
         if x_NI.is_cuda and x_NI.dtype != torch.float32:
             yield torch.mm(dy_ON, x_NI, out_dtype=torch.float32)
         else:
             yield (dy_ON @ x_NI).float()
 
 
-def joined(parts: list[Operand]) -> torch.Tensor:
+def concatenated(parts: list[Operand]) -> torch.Tensor:
     """The matrices below each other, [all N, .]."""
     return parts[0].values if len(parts) == 1 else torch.cat([x.values for x in parts])
 

@@ -1,0 +1,1 @@
+"""03: preflight, batching, engine, self-check, runner, capture in the worker, writer."""

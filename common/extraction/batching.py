@@ -24,7 +24,7 @@ class Batch:
     indices: list[int]
 
 
-def plan_batches(
+def make_batches(
     lengths: dict[int, int], max_tokens: int, max_samples: int = MAX_SAMPLES_PER_BATCH
 ) -> list[list[int]]:
     """Group samples into batches of at most `max_tokens` tokens.
@@ -57,7 +57,7 @@ def plan_batches(
     return batches
 
 
-def deal_batches(
+def shard_batches(
     batches: list[list[int]], lengths: dict[int, int], num_shards: int, shard: int
 ) -> list[list[int]]:
     """The batches of one shard of `num_shards`: complete batches, dealt by their tokens.

@@ -20,14 +20,20 @@ import numpy as np
 import torch
 
 from common.extraction.batching import DEVICE_BUFFERS
-from common.extraction.writer import CapturedRows, CaptureError, Rows, Writer, WrittenBatch
+from common.extraction.writer import (
+    CaptureBuffer,
+    CapturedBatch,
+    CaptureError,
+    Writer,
+    WrittenBatch,
+)
 from common.states.files import FP8, quantize_rows
 from common.verifier.decoder import find_decoder
 
 
 @dataclass(frozen=True)
 class Submitted:
-    """What a submission tells.
+    """What capture_submit returns.
 
     passes: forward passes since the one before, of which one is right; finished: this or earlier
     batches, whose files are all on the disk.
@@ -65,12 +71,12 @@ class CaptureMethods:
         self._writer = Writer(size, storage_dtype, pin=cuda)
         # On a CPU the hooks fill the writer's buffers themselves.
         self._buffers = [
-            (Rows.empty(size, storage_dtype, device, False), torch.cuda.Event())
+            (CaptureBuffer.empty(size, storage_dtype, device, False), torch.cuda.Event())
             for _ in range(DEVICE_BUFFERS * cuda)
         ]
         self._side = torch.cuda.Stream(device) if cuda else None
-        self._rows: Rows | None = None  # where the present batch goes
-        self._captured: CapturedRows | None = None  # of the last batch, not yet submitted
+        self._rows: CaptureBuffer | None = None  # where the present batch goes
+        self._captured: CapturedBatch | None = None  # of the last batch, not yet submitted
         self._passes = 0  # since the last submission
         self._received: dict[int, torch.Tensor] | None = None
         handles = [
@@ -131,10 +137,10 @@ class CaptureMethods:
 
         return hook
 
-    def _copy_to_host(self, rows: Rows, n: int) -> CapturedRows:
+    def _copy_to_host(self, rows: CaptureBuffer, n: int) -> CapturedBatch:
         """Start the copy of a batch's rows to the host, beside whatever the GPU does next."""
         if self._side is None:
-            return CapturedRows(rows, n, None)
+            return CapturedBatch(rows, n, None)
         host = self._writer.free_buffer()  # waits while the writers are behind by all buffers
         self._side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side):
@@ -143,10 +149,10 @@ class CaptureMethods:
             copied = torch.cuda.Event()
             copied.record()
         self._buffers[0] = (rows, copied)
-        return CapturedRows(host, n, copied)
+        return CapturedBatch(host, n, copied)
 
     def _on_next_layer(self, at: int):
-        """Note what the layer after a captured one receives, while the self-check asks for it."""
+        """Note what the layer after a captured one receives, during the self-check."""
 
         def hook(_module, args, kwargs) -> None:
             if self._received is None or self._rows is None:

@@ -18,25 +18,27 @@ if TYPE_CHECKING:
 SHORTEST = 32  # tokens that a capturing engine takes, however short the samples
 
 
-def capture_engine_args(flags: ExtractSettings, capture: Capture, longest: int) -> dict[str, Any]:
+def capture_engine_args(
+    settings: ExtractSettings, capture: Capture, longest: int
+) -> dict[str, Any]:
     """Arguments of vllm.LLM for capturing hidden states: eager, no cache reuse, no tokenizer.
 
     `longest`: tokens of the longest sample.
     """
     longest = max(longest, SHORTEST) + 1  # the one token that a request must generate
-    budget = max(flags.max_batch_tokens, longest)
-    executor = flags.engine_args.get("distributed_executor_backend")
-    return default_engine_args(capture.model, flags.tp_size) | {
+    budget = max(settings.max_batch_tokens, longest)
+    executor = settings.engine_args.get("distributed_executor_backend")
+    return default_engine_args(capture.verifier, settings.tp_size) | {
         "enforce_eager": True,  # hooks fire in eager mode only
         "skip_tokenizer_init": True,
         "dtype": capture.verifier_dtype,
         "max_model_len": longest,
         "max_num_batched_tokens": budget,
         "max_num_seqs": min(
-            min(flags.batch_size, MAX_SAMPLES_PER_BATCH) * BATCHES_IN_FLIGHT, budget
+            min(settings.batch_size, MAX_SAMPLES_PER_BATCH) * BATCHES_IN_FLIGHT, budget
         ),
-        "gpu_memory_utilization": flags.gpu_memory_utilization,
-        "trust_remote_code": flags.trust_remote_code,
+        "gpu_memory_utilization": settings.gpu_memory_utilization,
+        "trust_remote_code": settings.trust_remote_code,
         # A batch is launched while the one before computes (runner.py, Runner). With Ray vLLM has
         # such a queue in some versions only; on CPUs it turns this off.
         "async_scheduling": executor in (None, "mp", "uni"),
@@ -78,7 +80,7 @@ def captured_answer(answers: list) -> Any:
 def start_capture(llm: Any, capture: Capture, tokens: int, dtype: str) -> None:
     """Hook the layers, with buffers for forward passes of up to `tokens` tokens in `dtype`."""
     shape = (tokens, capture.form.hidden_size)
-    rank0(llm, "capture_start", capture.layers, capture.model.num_layers, shape, dtype)
+    rank0(llm, "capture_start", capture.layers, capture.verifier.num_layers, shape, dtype)
 
 
 def forward(llm: Any, samples: list[SampleIds], **sampling: Any) -> list:

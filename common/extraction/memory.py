@@ -41,27 +41,27 @@ def memory_needed(capture: Capture, weights: Weights, tp_size: int, tokens: int)
     residual stream, the widest layer's inner activations (of a mixture of experts one row for
     each of a token's experts, hidden wide), and the 256 rows of logits of vLLM's profiling.
     """
-    model, t, replicated = capture.model, capture.model.text, 0
+    verifier, t, replicated = capture.verifier, capture.verifier.text, 0
     if t.get("kv_lora_rank"):  # MLA: one latent per token and layer, the same on every rank
         kv = int(t["kv_lora_rank"]) + int(t.get("qk_rope_head_dim") or 0)
         inputs = int(t.get("q_lora_rank") or 0) + kv + int(t.get("n_routed_experts") or 0)
-        replicated = 2 * model.num_layers * model.hidden_size * inputs
+        replicated = 2 * verifier.num_layers * verifier.hidden_size * inputs
     else:
         heads = int(t.get("num_attention_heads") or 1)
         kv_heads = int(t.get("num_key_value_heads") or heads)
-        head_dim = int(t.get("head_dim") or model.hidden_size // heads)
+        head_dim = int(t.get("head_dim") or verifier.hidden_size // heads)
         kv = 2 * -(-kv_heads // tp_size) * head_dim
-    dense = int(t.get("intermediate_size") or 4 * model.hidden_size) // tp_size
+    dense = int(t.get("intermediate_size") or 4 * verifier.hidden_size) // tp_size
     expert = int(t.get("moe_intermediate_size") or 0) // tp_size
     top = int(t.get("num_experts_per_tok") or 0)
-    inner = max(3 * dense, top * (max(2 * expert, model.hidden_size) + expert))
-    logits = 256 * model.vocab_size * 4 * 4
+    inner = max(3 * dense, top * (max(2 * expert, verifier.hidden_size) + expert))
+    logits = 256 * verifier.vocab_size * 4 * 4
     buffer = tokens * capture.form.bytes_per_token
-    quantizing = 2 * 4 * tokens * model.hidden_size if capture.form.dtype == FP8 else 0
+    quantizing = 2 * 4 * tokens * verifier.hidden_size if capture.form.dtype == FP8 else 0
     return Memory(
         weights=max(weights.size - replicated, 0) // tp_size + replicated,
-        kv_cache=BATCHES_IN_FLIGHT * tokens * kv * 2 * model.num_layers,
-        activations=tokens * (6 * model.hidden_size + inner) * 2 + logits,
+        kv_cache=BATCHES_IN_FLIGHT * tokens * kv * 2 * verifier.num_layers,
+        activations=tokens * (6 * verifier.hidden_size + inner) * 2 + logits,
         capture=DEVICE_BUFFERS * buffer + quantizing,
         host=HOST_BUFFERS * (1 << (buffer - 1).bit_length()),  # torch pins powers of two
     )
@@ -161,9 +161,9 @@ def check_host(need: Memory, on_cpu: bool, tp_size: int) -> None:
     import psutil
 
     available = psutil.virtual_memory().available
-    wanted = need.host + (need.weights * tp_size if on_cpu else 0)
-    if wanted > available:
+    needed = need.host + (need.weights * tp_size if on_cpu else 0)
+    if needed > available:
         raise UserError(
-            f"{wanted / GB:.1f} GB of host memory are needed ({need.host / GB:.1f} of it buffers),"
+            f"{needed / GB:.1f} GB of host memory are needed ({need.host / GB:.1f} of it buffers),"
             f" {available / GB:.1f} are available; lower --max-batch-tokens or free memory"
         )

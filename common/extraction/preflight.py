@@ -1,13 +1,12 @@
 """What can be known before the verifier loads: flags against its config, the plan, memory."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from common.artifacts import free_space
 from common.data.samples import FILE, Sample, read_samples
 from common.errors import UserError
-from common.extraction.batching import deal_batches, plan_batches
+from common.extraction.batching import Batch, make_batches, shard_batches
 from common.extraction.memory import (
     GB,
     check_gpus,
@@ -17,10 +16,17 @@ from common.extraction.memory import (
     memory_needed,
 )
 from common.extraction.settings import ExtractSettings
-from common.extraction.work import Capture
+from common.extraction.work import Capture, Work
+from common.manifest import Output
 from common.progress import duration, log
 from common.states.files import StatesFormat
-from common.states.journal import Entry, Plan
+from common.states.journal import (
+    Entry,
+    Plan,
+    finished_batches,
+    missing_samples,
+    read_plan,
+)
 from common.verifier.config import Verifier
 from common.verifier.weights import Weights
 
@@ -55,9 +61,9 @@ def check_engine_args(extra: dict[str, Any]) -> None:
             raise UserError(f"--engine-args: {key} cannot be set here; {remedy}")
 
 
-def check_divides(model: Verifier, tp_size: int) -> None:
+def check_divides(verifier: Verifier, tp_size: int) -> None:
     """UserError where a rank's share of heads or of an expert would not be a whole number."""
-    t = model.text
+    t = verifier.text
     heads, kv_heads = t.get("num_attention_heads"), t.get("num_key_value_heads")
     if heads and heads % tp_size:
         raise UserError(
@@ -73,94 +79,108 @@ def check_divides(model: Verifier, tp_size: int) -> None:
             raise UserError(f"--tp-size {tp_size}: the verifier's {name} {t[name]} does not divide")
 
 
-def resolve_capture(flags: ExtractSettings, model: Verifier) -> Capture:
-    """Layers and dtypes as asked or by default; UserError where the verifier has no such layers, or
-    vLLM would rescale the residual stream."""
-    layers = flags.layers or model.default_layers()
-    asked = f"--layers {' '.join(map(str, layers))}"
-    if len(set(layers)) != len(layers) or not all(0 <= i < model.num_layers for i in layers):
-        raise UserError(f"{asked}: expected distinct layers from 0 to {model.num_layers - 1}")
-    if len(layers) != 4 or max(layers) != model.num_layers - 1:
+def resolve_capture(settings: ExtractSettings, verifier: Verifier) -> Capture:
+    """Layers and dtypes by the flags or by default; UserError where the verifier has no such
+    layers, or vLLM would rescale the residual stream."""
+    layers = settings.layers or verifier.default_layers()
+    given = f"--layers {' '.join(map(str, layers))}"
+    if len(set(layers)) != len(layers) or not all(0 <= i < verifier.num_layers for i in layers):
+        raise UserError(f"{given}: expected distinct layers from 0 to {verifier.num_layers - 1}")
+    if len(layers) != 4 or max(layers) != verifier.num_layers - 1:
         raise UserError(
-            f"{asked}: expected three aux layers, as vLLM feeds a draft, and the final one,"
-            f" {model.num_layers - 1}, from which 04 makes its targets"
+            f"{given}: expected three aux layers, as vLLM feeds a draft, and the final one,"
+            f" {verifier.num_layers - 1}, from which 04 makes its targets"
         )
-    dtype = flags.dtype
+    dtype = settings.dtype
     if dtype == "auto":
-        dtype = str(model.text.get("dtype") or model.text.get("torch_dtype") or "bfloat16")
+        dtype = str(verifier.text.get("dtype") or verifier.text.get("torch_dtype") or "bfloat16")
         dtype = dtype.removeprefix("torch.")
     if dtype not in ("bfloat16", "float16", "float32"):
         raise UserError(f"the verifier's dtype is {dtype!r}; pass --dtype")
-    if dtype == "float16" and "kv_lora_rank" in model.text:
+    if dtype == "float16" and "kv_lora_rank" in verifier.text:
         raise UserError(
             "--dtype float16: vLLM divides the residual stream of DeepSeek-class models by"
             " routed_scaling_factor in float16; use bfloat16"
         )
-    stored = dtype if flags.storage_dtype == "auto" else flags.storage_dtype
-    form = StatesFormat(len(layers), model.hidden_size, STORAGE.get(stored, stored))
-    return Capture(model, sorted(layers), dtype, form)
+    stored = dtype if settings.storage_dtype == "auto" else settings.storage_dtype
+    form = StatesFormat(len(layers), verifier.hidden_size, STORAGE.get(stored, stored))
+    return Capture(verifier, sorted(layers), dtype, form)
 
 
 # ---------------------------------------------------------------- the plan
 
 
-def plan_samples(
-    flags: ExtractSettings, model: Verifier, prepared: Path
+def batch_samples(
+    settings: ExtractSettings, verifier: Verifier, prepared: Path
 ) -> tuple[Plan, dict[int, Sample]]:
     """Read and check all samples; returns this shard's batches and samples."""
-    found = read_samples(prepared, flags.max_samples, model.vocab_size)
+    found = read_samples(prepared, settings.max_samples, verifier.vocab_size)
     samples = {s.index: s for s in found}
     lengths = {i: len(s.input_ids) for i, s in samples.items()}
-    check_longest(flags, model, prepared, lengths)
-    batches = plan_batches(lengths, flags.max_batch_tokens, flags.batch_size)
-    if flags.num_shards > len(batches):
+    check_longest(settings, verifier, prepared, lengths)
+    batches = make_batches(lengths, settings.max_batch_tokens, settings.batch_size)
+    if settings.num_shards > len(batches):
         raise UserError(
-            f"--num-shards {flags.num_shards}: the samples make {len(batches)} forward passes; use"
-            " fewer shards or a lower --max-batch-tokens"
+            f"--num-shards {settings.num_shards}: the samples make {len(batches)} forward passes;"
+            " use fewer shards or a lower --max-batch-tokens"
         )
-    if flags.num_shards > 1:
-        batches = deal_batches(batches, lengths, flags.num_shards, flags.shard_index)
+    if settings.num_shards > 1:
+        batches = shard_batches(batches, lengths, settings.num_shards, settings.shard_index)
         lengths = {i: lengths[i] for batch in batches for i in batch}
         samples = {i: samples[i] for i in lengths}
     return Plan(batches, lengths), samples
 
 
 def check_longest(
-    flags: ExtractSettings, model: Verifier, prepared: Path, lengths: dict[int, int]
+    settings: ExtractSettings, verifier: Verifier, prepared: Path, lengths: dict[int, int]
 ) -> None:
     """UserError naming the longest sample where it is over a limit."""
     index = max(lengths, key=lambda i: lengths[i])
-    limit = min(model.longest_sample(flags.max_seq_len), flags.max_batch_tokens)
+    limit = min(verifier.longest_sample(settings.max_seq_len), settings.max_batch_tokens)
     if lengths[index] > limit:
         raise UserError(
             f"{prepared / FILE}:{index + 1}: the sample has {lengths[index]} tokens, over"
-            f" {limit} (the least of --max-seq-len {flags.max_seq_len}, --max-batch-tokens"
-            f" {flags.max_batch_tokens} and the model's positions less one); raise the flag or"
-            " prepare shorter samples with 01"
+            f" {limit} (the least of --max-seq-len {settings.max_seq_len}, --max-batch-tokens"
+            f" {settings.max_batch_tokens} and the verifier's positions less one); raise the flag"
+            " or prepare shorter samples with 01"
         )
 
 
-@dataclass(frozen=True)
-class Progressed:
-    """How far a folder is: its plan, the settled batches by number, bytes still to write."""
+def plan_work(
+    settings: ExtractSettings, capture: Capture, output: Output, state: str, prepared: Path
+) -> Work:
+    """What is left to do in a folder that is in `state`, see Output.earlier_run: samples without
+    hidden states too, which are tried again where there are more than --allow-missing."""
+    out, verifier = output.folder, capture.verifier
+    done: dict[int, Entry] = {}
+    samples: dict[int, Sample] = {}
+    if state == "none":
+        plan, samples = batch_samples(settings, verifier, prepared)
+    else:
+        plan = read_plan(out)
+        check_longest(settings, verifier, prepared, plan.lengths)
+        done = finished_batches(out, plan, capture.form)
+    todo = [Batch(n, indices) for n, indices in enumerate(plan.batches) if n not in done]
+    if len(missing_samples(done)) > settings.allow_missing:
+        todo += [Batch(n, [*entry.missing]) for n, entry in done.items() if entry.missing]
+    indices = [i for batch in todo for i in batch.indices]
+    if state != "none" and todo:
+        found = read_samples(prepared, settings.max_samples, verifier.vocab_size, {*indices})
+        samples = {s.index: s for s in found}
+    needed = {i: samples[i] for i in indices}
+    return Work(capture, output, plan, done, todo, needed, settings.max_batch_tokens)
 
-    plan: Plan
-    done: dict[int, Entry]
-    todo_bytes: int
 
-
-def check_plan(
-    flags: ExtractSettings, capture: Capture, weights: Weights, so_far: Progressed, out: Path
-) -> None:
+def check_plan(settings: ExtractSettings, weights: Weights, work: Work) -> None:
     """Print what is known before the load, a line per topic, and check memory; UserError where
     the run could not succeed."""
-    model, tp = capture.model, flags.tp_size
-    need = memory_needed(capture, weights, tp, flags.max_batch_tokens)
+    capture, verifier, tp = work.capture, work.capture.verifier, settings.tp_size
+    need = memory_needed(capture, weights, tp, settings.max_batch_tokens)
     on_cpu = cpu_vllm()
     found = [] if on_cpu else gpus()
     lines = {
-        "verifier": f"{model.architecture}, {model.num_layers} layers, hidden {model.hidden_size},"
-        f" vocabulary {model.vocab_size}, {capture.verifier_dtype}",
+        "verifier": f"{verifier.architecture}, {verifier.num_layers} layers, hidden"
+        f" {verifier.hidden_size}, vocabulary {verifier.vocab_size}, {capture.verifier_dtype}",
         "layers": f"{' '.join(map(str, capture.layers))} (output of the layer, from 0)",
         "weights": f"{weights.size / GB:.1f} GB in {weights.files} files,"
         f" {need.weights / GB:.1f} GB per rank at TP={tp}",
@@ -174,33 +194,31 @@ def check_plan(
         lines[f"GPU {g.index}"] = (
             f"{g.name}, {g.free / GB:.1f} of {g.total / GB:.1f} GB free{users}"
         )
-    for name, text in (lines | work_lines(flags, capture.form, so_far, out)).items():
+    for name, text in (lines | work_lines(settings, work)).items():
         log(f"  {name:<14} {text}")
-    if flags.dry_run and not weights.here:  # a plan made elsewhere
+    if settings.dry_run and not weights.here:  # a plan made elsewhere
         log(
-            f"  the weights of {model.path} are not here: neither they nor this machine's memory"
+            f"  the weights of {verifier.path} are not here: neither they nor this machine's memory"
             " are checked"
         )
         return
     if found:
-        check_gpus(found, need, tp, flags.gpu_memory_utilization, flags.engine_args)
+        check_gpus(found, need, tp, settings.gpu_memory_utilization, settings.engine_args)
     elif not on_cpu:
         log("  no NVIDIA GPU is visible here: its memory is not checked")
     check_host(need, on_cpu, tp)
 
 
-def work_lines(
-    flags: ExtractSettings, form: StatesFormat, so_far: Progressed, out: Path
-) -> dict[str, str]:
+def work_lines(settings: ExtractSettings, work: Work) -> dict[str, str]:
     """The plan's lines about batches, disk, and, on a resume, time."""
-    plan, done = so_far.plan, so_far.done
-    fill = 100 * plan.tokens / (len(plan.batches) * flags.max_batch_tokens)
+    plan, done, out = work.plan, work.done, work.out
+    fill = 100 * plan.tokens / (len(plan.batches) * settings.max_batch_tokens)
     count = f"{len(plan.batches)} forward pass{'es' if len(plan.batches) > 1 else ''}"
     lines = {
         "work": f"{len(plan.lengths)} samples, {plan.tokens} tokens in {count} of at most"
-        f" {flags.max_batch_tokens} tokens ({fill:.0f} % full)"
+        f" {settings.max_batch_tokens} tokens ({fill:.0f} % full)"
         + (f"; {len(done)} are done" if done else ""),
-        "disk": f"{so_far.todo_bytes / GB:.2f} GB in {form.dtype} to write,"
+        "disk": f"{work.todo_bytes / GB:.2f} GB in {work.capture.form.dtype} to write,"
         f" {free_space(out) / GB:.1f} GB free",
     }
     if done:
@@ -208,6 +226,6 @@ def work_lines(
         rate = finished / max(1e-9, sum(entry.seconds for entry in done.values()))
         left = (plan.tokens - finished) / max(1e-9, rate)
         lines["time"] = f"about {duration(left)} at {rate:.0f} tok/s so far"
-    if flags.num_shards > 1:
-        lines["shard"] = f"{flags.shard_index} of {flags.num_shards} -> {out}"
+    if settings.num_shards > 1:
+        lines["shard"] = f"{settings.shard_index} of {settings.num_shards} -> {out}"
     return lines

@@ -124,15 +124,15 @@ def probe(llm: Any, work: Work, indices: list[int]) -> Probed:
 
 def check_probe(work: Work, head: dict[str, torch.Tensor], probed: Probed) -> None:
     """The probe's states against the verifier's log-probabilities and the layers' inputs."""
-    layers, model = work.capture.layers, work.capture.model
-    selfcheck.check_received(probed.received, layers, model.num_layers)
+    layers, verifier = work.capture.layers, work.capture.verifier
+    selfcheck.check_received(probed.received, layers, verifier.num_layers)
     samples = work.inputs(probed.indices, PROBE_TOKENS)
     theirs = {
         i: [p[t].logprob for t, p in zip(ids.tolist()[1:], o.prompt_logprobs[1:], strict=True)]
         for (i, ids), o in zip(samples, probed.outputs, strict=True)
     }
     found = selfcheck.check_final_layer(
-        work.out / PROBE, theirs, head["norm"], head["lm_head"], model.rms_norm_eps
+        work.out / PROBE, theirs, head["norm"], head["lm_head"], verifier.rms_norm_eps
     )
     log(
         f"self-check: the final layer reproduces the verifier's log-probabilities (mean"

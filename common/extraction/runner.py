@@ -49,8 +49,8 @@ def run_batches(llm: Any, work: Work, journal: Journal, checked: list[int], stop
     warm_up_engine(llm, work)
     for index in checked:  # what an earlier run left there is not to be checked
         hidden_file(work.out, index).unlink(missing_ok=True)
-    left = work.tokens([*work.samples])
-    bar = Progress("extract", work.total_tokens, "tokens", initial=work.total_tokens - left)
+    total, left = work.plan.tokens, work.tokens([*work.samples])
+    bar = Progress("extract", total, "tokens", initial=total - left)
     check = functools.partial(check_first_batch, work, work.todo[0].indices, checked)
     sound = work.inputs(checked[:1], PROBE_TOKENS)
     if not checked and journal.done:  # a resume whose every probe failed

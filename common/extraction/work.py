@@ -9,7 +9,9 @@ import numpy as np
 from common.data.samples import Sample
 from common.extraction.batching import MAX_SAMPLES_PER_BATCH, Batch
 from common.extraction.settings import ExtractSettings
-from common.states.files import StatesFormat
+from common.manifest import Output
+from common.states.files import StatesFormat, file_bytes
+from common.states.journal import Entry, Plan
 from common.verifier.config import Verifier
 
 SampleIds = tuple[int, np.ndarray]  # a sample's index and its token ids, int32 [T]
@@ -22,45 +24,55 @@ class Capture:
     layers: 0-based, ascending; verifier_dtype: in which vLLM computes; form: of the files.
     """
 
-    model: Verifier
+    verifier: Verifier
     layers: list[int]
     verifier_dtype: str
     form: StatesFormat
 
-    def settings(self, flags: ExtractSettings) -> dict[str, Any]:
+    def manifest_settings(self, settings: ExtractSettings) -> dict[str, Any]:
         """What gives the folder's files their meaning; a resume must have the same."""
-        settings = {
+        values = {
             "layers": self.layers,
             "layer_convention": "output",
             "hidden_size": self.form.hidden_size,
             "dtype": self.form.dtype,
             "verifier_dtype": self.verifier_dtype,
-            "max_samples": flags.max_samples,
+            "max_samples": settings.max_samples,
             # Batch layout moves low bits: a resume must keep it.
-            "max_batch_tokens": flags.max_batch_tokens,
-            "batch_size": min(flags.batch_size, MAX_SAMPLES_PER_BATCH),
-            "tp_size": flags.tp_size,
-            "engine_args": flags.engine_args,
+            "max_batch_tokens": settings.max_batch_tokens,
+            "batch_size": min(settings.batch_size, MAX_SAMPLES_PER_BATCH),
+            "tp_size": settings.tp_size,
+            "engine_args": settings.engine_args,
         }
-        if flags.num_shards > 1:
-            settings["shard"] = [flags.shard_index, flags.num_shards]
-        return settings
+        if settings.num_shards > 1:
+            values["shard"] = [settings.shard_index, settings.num_shards]
+        return values
 
 
 @dataclass(frozen=True)
 class Work:
-    """The batches that a run has to do, and what it needs for them.
+    """The folder that a run fills, and what is left to do in it.
 
-    samples: of these batches, by index; max_batch_tokens: of the plan; total_tokens: of the
-    folder, done and to do.
+    plan: of the complete folder; done: its finished batches, by number, to which a run adds; todo:
+    the batches to run; samples: of these, by index; max_batch_tokens: of one forward pass.
     """
 
     capture: Capture
-    out: Path
+    output: Output
+    plan: Plan
+    done: dict[int, Entry]
     todo: list[Batch]
     samples: dict[int, Sample]
     max_batch_tokens: int
-    total_tokens: int
+
+    @property
+    def out(self) -> Path:
+        return self.output.folder
+
+    @property
+    def todo_bytes(self) -> int:
+        """Bytes on disk of the files still to write."""
+        return sum(file_bytes(self.plan.lengths[i], self.capture.form) for i in self.samples)
 
     def inputs(self, indices: list[int], longest: int | None = None) -> list[SampleIds]:
         """The samples' token ids, cut to `longest` tokens."""

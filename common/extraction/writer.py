@@ -27,8 +27,8 @@ class CaptureError(RuntimeError):
 
 
 @dataclass
-class Rows:
-    """Room for the rows of one forward pass of up to N tokens, on one device."""
+class CaptureBuffer:
+    """Buffers for the residual stream of one forward pass of up to N tokens, on one device."""
 
     states_NLH: torch.Tensor
     scale_NL: torch.Tensor  # float32, of float8 states
@@ -38,18 +38,18 @@ class Rows:
 
     @classmethod
     def empty(cls, shape: tuple[int, int, int], dtype: str, device: torch.device, pin: bool):
-        """Room for `shape` (tokens, layers, hidden) states."""
+        """Buffers for states of `shape` (tokens, layers, hidden)."""
 
-        def room(size: tuple[int, ...], kind: torch.dtype) -> torch.Tensor:
+        def allocate(size: tuple[int, ...], kind: torch.dtype) -> torch.Tensor:
             return torch.empty(size, dtype=kind, device=device, pin_memory=pin)
 
         n, layers, _ = shape
         return cls(
-            room(shape, getattr(torch, dtype)),
-            room((n, layers), torch.float32),
-            room((n, layers), torch.bool),
-            room((n,), torch.int64),
-            room((n,), torch.int64),
+            allocate(shape, getattr(torch, dtype)),
+            allocate((n, layers), torch.float32),
+            allocate((n, layers), torch.bool),
+            allocate((n,), torch.int64),
+            allocate((n,), torch.int64),
         )
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -57,10 +57,10 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class CapturedRows:
+class CapturedBatch:
     """A batch's rows: `tokens` of them in a host buffer, there once `copied` has happened."""
 
-    rows: Rows
+    rows: CaptureBuffer
     tokens: int
     copied: torch.cuda.Event | None
 
@@ -98,22 +98,22 @@ class Writer:
 
     def __init__(self, shape: tuple[int, int, int], dtype: str, pin: bool):
         self.dtype = dtype
-        self._free: queue.SimpleQueue[Rows] = queue.SimpleQueue()
+        self._free: queue.SimpleQueue[CaptureBuffer] = queue.SimpleQueue()
         for _ in range(HOST_BUFFERS):
-            self._free.put(Rows.empty(shape, dtype, torch.device("cpu"), pin))
+            self._free.put(CaptureBuffer.empty(shape, dtype, torch.device("cpu"), pin))
         self._batches = ThreadPoolExecutor(HOST_BUFFERS, "batch")
         self._files = ThreadPoolExecutor(WRITERS, "file")
         self._running: list[Future[WrittenBatch]] = []
 
-    def free_buffer(self) -> Rows:
+    def free_buffer(self) -> CaptureBuffer:
         """A free host buffer; waits while all are being written."""
         return self._free.get()
 
-    def give_back(self, rows: Rows) -> None:
+    def give_back(self, rows: CaptureBuffer) -> None:
         self._free.put(rows)
 
     def submit(
-        self, batch: int, captured: CapturedRows, samples: list[tuple[int, np.ndarray]], out: Path
+        self, batch: int, captured: CapturedBatch, samples: list[tuple[int, np.ndarray]], out: Path
     ) -> None:
         """Write a batch's samples, (index, token ids [T]) each, beside the next batches."""
         self._running.append(self._batches.submit(self._write, batch, captured, samples, out))
@@ -129,7 +129,7 @@ class Writer:
         self._files.shutdown()
 
     def _write(
-        self, batch: int, captured: CapturedRows, samples: list[tuple[int, np.ndarray]], out: Path
+        self, batch: int, captured: CapturedBatch, samples: list[tuple[int, np.ndarray]], out: Path
     ) -> WrittenBatch:
         """Raises nothing: an error is part of the result, so that none of the others is lost with
         it."""
@@ -160,7 +160,7 @@ class Writer:
         return result
 
 
-def write_rows(path: Path, rows: Rows, span: slice, ids_T: np.ndarray) -> str:
+def write_rows(path: Path, rows: CaptureBuffer, span: slice, ids_T: np.ndarray) -> str:
     """Write one sample's rows; returns the file's checksum."""
     states_TLH = rows.states_NLH[span]
     tokens, layers, hidden = states_TLH.shape

@@ -1,0 +1,1 @@
+"""A draft in vLLM: generation, acceptance, parity with training."""

@@ -34,7 +34,7 @@ def check_draft(folder: Path, verifier: Verifier) -> None:
     missing = [k for k in ("num_attention_heads", "rms_norm_eps") if k not in layer]
     if missing:
         raise UserError(f"{folder}/config.json: has no {missing[0]}; is the file complete?")
-    # a server would take a head or map that is not there for zeros, without a word
+    # a server would fill a head or map that is not there with zeros, silently
     rows = config.get("draft_vocab_size") or verifier.vocab_size
     shapes = {name: place.shape for name, place in header.items()}
     if shapes.get("lm_head.weight") != [rows, verifier.hidden_size]:

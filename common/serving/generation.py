@@ -27,7 +27,7 @@ class Run:
     seconds: float
 
 
-def compile_warm_up(llm: Any, prompts: list[Prompt]) -> None:
+def warm_up_decoding(llm: Any, prompts: list[Prompt]) -> None:
     """Answer the prompts in a few tokens, so that what compiles at its first use is not timed."""
     from vllm import SamplingParams
 

@@ -82,7 +82,7 @@ def stored_sample(folder: Path, draft: Path, verifier: Verifier, max_seq_len: in
         "pass the --hidden-states that the draft was trained on",
     )
     ids = read_json(draft / "config.json")["eagle_aux_hidden_state_layer_ids"]
-    aux = hidden.settings["layers"][:-1]
+    aux = hidden.layers[:-1]
     if ids != serving_layer_ids(aux):
         raise UserError(
             f"{draft}/config.json: asks for ids {ids}; {folder} holds layers {aux}, served as"

@@ -18,7 +18,7 @@ class ServingMethods:
         """Record from now on."""
         draft = draft_model(self.model_runner)
         inner = draft.model
-        # norm_before_fc (one) and fc_norm (a layer each) come before fc: record what they get.
+        # norm_before_fc (one) and fc_norm (one per layer) come before fc: record what they get.
         norms = getattr(inner, "fc_norm", None)
         targets = list(norms) if norms else [getattr(inner, "input_norm", None) or inner.fc]
         self._draft_inputs: list[list[torch.Tensor]] = [[] for _ in targets]

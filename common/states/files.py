@@ -119,7 +119,7 @@ def file_checksum(path: Path) -> str:
 def quantize_rows(
     rows_NH: "torch.Tensor", largest_N: "torch.Tensor"
 ) -> "tuple[torch.Tensor, torch.Tensor]":
-    """Quantize rows to float8_e4m3fn with one scale a row.
+    """Quantize rows to float8_e4m3fn with one scale per row.
 
     Args:
         rows_NH: rows of the residual stream.

@@ -48,7 +48,7 @@ class HiddenFolder:
 
 
 def open_hidden(path: Path, lone_shard: bool = False) -> HiddenFolder:
-    """Read the reports of a finished folder, or of all its shards.
+    """Read the manifest of a finished folder, or of all its shards.
 
     UserError when one is missing, unfinished, made with other settings or data, or not the
     shard that its name says; and for a shard without the others unless `lone_shard`.

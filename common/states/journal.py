@@ -1,4 +1,4 @@
-"""Which batches of a hidden-states folder are done: journal.jsonl, a line per settled batch.
+"""Which batches of a hidden-states folder are done: journal.jsonl, a line per finished batch.
 
     {"unit": number of the batch in plan.json, "seconds": since the line before,
      "checksums": {index: xxh3_128 of the sample's file},
@@ -48,7 +48,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Entry:
-    """A settled batch.
+    """A finished batch.
 
     seconds: it took, over all runs; checksums: index → xxh3_128 of the sample's file; missing:
     index → why it has none.
@@ -112,7 +112,7 @@ def read_entries(folder: Path) -> dict[int, Entry]:
     return entries
 
 
-def settled_batches(folder: Path, plan: Plan, form: StatesFormat) -> dict[int, Entry]:
+def finished_batches(folder: Path, plan: Plan, form: StatesFormat) -> dict[int, Entry]:
     """The journal's entries of batches whose files are all there in their sizes."""
     sizes = {}
     for rows in folder.glob("rows_*-*"):
@@ -152,11 +152,11 @@ def data_sha256(found: dict[int, str]) -> str:
 
 
 class Journal:
-    """Appends settled batches; `done` holds those of all runs. Closed at the end of a `with`."""
+    """Appends finished batches; `done` holds those of all runs. Closed at the end of a `with`."""
 
     def __init__(self, folder: Path, done: dict[int, Entry]):
         self.folder, self.done = folder, done
-        self.settled: set[int] = set()  # by this run
+        self.finished: set[int] = set()  # by this run
         with atomic_file(folder / JOURNAL, "w") as f:  # without what a kill cut
             f.writelines(entry.line() for entry in done.values())
         self._file = open(folder / JOURNAL, "a", encoding="utf-8")  # noqa: SIM115 (see __exit__)
@@ -178,7 +178,7 @@ class Journal:
         self._file.write(entry.line())
         self._file.flush()  # from here on a kill does not lose it
         self.done[entry.batch] = entry
-        self.settled.add(entry.batch)
+        self.finished.add(entry.batch)
         if time.monotonic() - self._synced > SYNC_EVERY_SECONDS:
             self.sync()
 

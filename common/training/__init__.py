@@ -1,0 +1,1 @@
+"""04: inputs, packing, loader, step, held-out measure, ranks, optimizers, metrics."""

@@ -49,7 +49,7 @@ class HeldOut:
         counts = torch.zeros(self.reader.depths, 4, dtype=torch.int64)
         for row in rows_ahead(self.reader, ranks.share(self.rows), device):
             counts += heldout_counts(trainer.draft, trainer.eval_linears, trainer.target, row)
-        found = acceptance(ranks.sum(counts.to(device)).cpu())
+        found = acceptance_rates(ranks.sum(counts.to(device)).cpu())
         self.measured = step
         if self.best is None or found["acceptance_length"] > self.best["acceptance_length"]:
             self.best = {"step": step, "epoch": epoch, **found}
@@ -119,7 +119,7 @@ def argmax_ids(states_nH: torch.Tensor, head_XH: torch.Tensor) -> torch.Tensor:
     return torch.cat([(x @ head_XH.T).argmax(-1) for x in states_nH.split(512)])
 
 
-def acceptance(counts: torch.Tensor) -> dict[str, Any]:
+def acceptance_rates(counts: torch.Tensor) -> dict[str, Any]:
     """Rates of `heldout_counts` sums: accuracy per depth, accuracy where every shallower depth
     hit, and the mean acceptance length that the latter imply, 1 + c0 + c0 c1 + ..."""
     n = counts.clamp(min=1).double()

@@ -17,8 +17,8 @@ from common.draft.config import (
     DraftShape,
     check_on_gpu,
     draft_shape,
-    memory_needed,
     parameter_count,
+    training_memory,
 )
 from common.draft.export import serving_layer_ids, speculators_draft
 from common.errors import UserError
@@ -144,23 +144,23 @@ def read_checked_samples(
 
 
 def check_captured_layers(
-    asked: list[int] | None, verifier: Verifier, hidden: HiddenFolder
+    layers: list[int] | None, verifier: Verifier, hidden: HiddenFolder
 ) -> list[int]:
     """The folder's layers, which must be those expected and end with the final one."""
-    held = hidden.settings["layers"]
-    expected = sorted(asked) if asked else verifier.default_layers()
-    if held != expected:
+    captured = hidden.layers
+    expected = sorted(layers) if layers else verifier.default_layers()
+    if captured != expected:
         raise UserError(
-            f"{hidden.path}: holds layers {held}, expected {expected}; pass the layers that 03"
+            f"{hidden.path}: holds layers {captured}, expected {expected}; pass the layers that 03"
             " captured as --layers here, or run 03 with other ones"
         )
-    if held[-1] != verifier.num_layers - 1 or len(held) != 4:
+    if captured[-1] != verifier.num_layers - 1 or len(captured) != 4:
         raise UserError(
-            f"{hidden.path}: holds layers {held}; training needs three layers (vLLM feeds a draft"
-            f" of this format three) and the final one, {verifier.num_layers - 1} (the targets);"
-            " run 03 with four --layers"
+            f"{hidden.path}: holds layers {captured}; training needs three layers (vLLM feeds a"
+            f" draft of this format three) and the final one, {verifier.num_layers - 1} (the"
+            " targets); run 03 with four --layers"
         )
-    return held
+    return captured
 
 
 # ---------------------------------------------------------------- shape and device
@@ -168,7 +168,7 @@ def check_captured_layers(
 
 def choose_compute(settings: TrainSettings) -> TrainSettings:
     """Resolve `auto`: CUDA where there is one; bfloat16 where the processor computes in it.
-    UserError where the device cannot do what is asked."""
+    UserError where the device lacks it."""
     device, dtype = settings.device, settings.compute_dtype
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -263,7 +263,7 @@ def check_resources(job: TrainJob, ranks: Ranks) -> None:
     size = parameter_count(job.shape)
     disk = size * ((settings.keep_states + 1) * (12 + itemsize) + 4)
     optimizer_tensors = 1 if settings.optimizer == "muon" else 2
-    memory = memory_needed(
+    memory = training_memory(
         job.shape, itemsize, ranks.world, optimizer_tensors, settings.train_lm_head
     )
     ranks.log(

@@ -66,12 +66,12 @@ class StepLog:
     def add(self, number: int, sums: StepSums, work: StepWork, lr: float) -> bool:
         """Take a launched step, numbered from 1, and note the one before; returns whether to
         stop."""
-        stop = self.settle()
+        stop = self.finish_step()
         self._launched = (number, sums, work, lr)
-        return stop if sums.copied is not None else self.settle()
+        return stop if sums.copied is not None else self.finish_step()
 
-    def settle(self) -> bool:
-        """Wait for the step launched last, and note it; returns whether any rank was asked to
+    def finish_step(self) -> bool:
+        """Wait for the step launched last, and note it; returns whether any rank got a signal to
         stop before it. UserError where its loss or gradient is not finite, which names the file
         that is to blame, if one is."""
         if self._launched is None:
@@ -122,7 +122,7 @@ class StepLog:
 
 
 class Metrics:
-    """metrics.jsonl, a line per step and one per epoch, and what TensorBoard reads if asked for.
+    """metrics.jsonl, a line per step and one per epoch, and TensorBoard's files with --tensorboard.
 
     Args:
         step, measured: lines of later steps, and of later measures, are dropped: they are about to

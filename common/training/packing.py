@@ -78,7 +78,7 @@ class Step:
 def plan_steps(
     lengths: dict[int, int], budget: int, epochs: int, seed: int, rows_per_step: int
 ) -> list[Step]:
-    """All steps of a run: every epoch packs all samples anew, in an order of its own."""
+    """All steps of a run: every epoch packs all samples again, in an order of its own."""
     steps = []
     for epoch in range(epochs):
         rows = pack_rows(lengths, budget, seed * 100_003 + epoch)

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from common.errors import UserError, again, report_error
 from common.progress import log
 
-# torchrun asks the ranks to end when one of them has ended, or it was asked itself, and kills them
-# 30 seconds later.
+# torchrun sends SIGTERM to the ranks when one of them has ended, or it got a signal itself, and
+# SIGKILL 30 seconds later.
 LATE_SECONDS = 25
 GLOO = re.compile("gloo|connection", re.I)  # its errors have no class of their own
 T = TypeVar("T")

@@ -48,13 +48,13 @@ def save_state(
     def write() -> None:
         write_files(partial, trainer, best)
 
-    def publish() -> None:
+    def commit() -> None:
         if ranks.first:
             checksums = {path.name: file_checksum(path) for path in partial.iterdir()}
             write_json(partial / "state.json", {"step": step, "checksums": checksums, **counters})
-            publish_state(partial, folder / f"step_{step}", keep)
+            commit_state(partial, folder / f"step_{step}", keep)
 
-    for part in write, publish:  # no rank continues, or says that it is saved, before it is
+    for part in write, commit:  # no rank continues, or logs that it is saved, before it is
         error: Exception | None = None
         try:
             part()
@@ -87,7 +87,7 @@ def write_files(partial: Path, trainer: Trainer, best: dict[str, torch.Tensor]) 
     )
 
 
-def publish_state(partial: Path, final: Path, keep: int) -> None:
+def commit_state(partial: Path, final: Path, keep: int) -> None:
     """Give a complete state its name, then drop all but the newest `keep`."""
     folder = final.parent
     fsync_folder(partial)

@@ -127,7 +127,7 @@ class Trainer:
 
         Args:
             weights: of each depth's summed KL, for the sum over all ranks' rows to be a mean.
-            stop: nonzero where this rank was asked to end; see StepSums.stop.
+            stop: nonzero where this rank got a signal to end; see StepSums.stop.
         """
         sums = torch.zeros(2, len(weights), device=self.draft.fc.weight.device)
         trained = [p for p in self.draft.parameters() if p.requires_grad]
@@ -177,7 +177,7 @@ class StepSums:
 
     @property
     def stop(self) -> bool:
-        """Whether any rank was asked to end before this step; waits for the step."""
+        """Whether any rank got a signal to end before this step; waits for the step."""
         return self.wait()[-2] > 0
 
     def metrics(self, step: int, counts: list[int]) -> dict[str, Any]:

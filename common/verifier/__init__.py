@@ -1,0 +1,1 @@
+"""The verifier: config, weight files, norm and head, decoder layers, vLLM engine."""
