@@ -152,11 +152,11 @@ QUEUE = """
 import vllm.config.vllm
 vllm.config.vllm.VllmConfig.max_concurrent_batches = property(lambda self: 2)
 import common.extraction.runner
-init = common.extraction.runner.Passes.__init__
+init = common.extraction.runner.Runner.__init__
 def checked(self, *args):
     init(self, *args)
     assert self._queue is not None
-common.extraction.runner.Passes.__init__ = checked
+common.extraction.runner.Runner.__init__ = checked
 """
 
 
@@ -196,10 +196,17 @@ def test_a_worker_that_dies_ends_the_run_clearly(plain, tmp_path):
     out = tmp_path / "hidden"
     args = args_of(plain, out, "--tp-size", 2, "--batch-size", 1)
     process = started("03_extract_hidden_states.py", *args)
+    # the batches take a second: the workers are known before the first of them
+    wait_until(process, (out / ".lock").exists)
+    workers: list[psutil.Process] = []
+
+    def both() -> bool:
+        children = psutil.Process(process.pid).children(recursive=True)
+        workers[:] = [child for child in children if "VLLM::Worker" in child.name()]
+        return len(workers) == 2
+
+    wait_until(process, both)
     wait_until(process, lambda: lines_of(out / "journal.jsonl") >= 3)
-    children = psutil.Process(process.pid).children(recursive=True)
-    workers = [child for child in children if "VLLM::Worker" in child.name()]
-    assert len(workers) == 2
     workers[1].kill()
     killed_at = time.monotonic()
     fails(ended(process, 60), "vLLM's engine died", "run the same command again")

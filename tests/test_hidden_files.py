@@ -24,7 +24,7 @@ from common.states.files import (
     read_hidden,
 )
 from common.states.folder import open_hidden
-from common.states.journal import checksums, data_sha256
+from common.states.journal import checksums, data_sha256, read_entries
 from common.states.verify import all_finite
 from tests.conftest import extract_args, files_of, last_line, must, script
 
@@ -195,7 +195,7 @@ def test_verify_finds_what_is_wrong(tiny_stages, tmp_path, spoil, journal, text)
         (out / "journal.jsonl").write_text("".join(json.dumps(e) + "\n" for e in entries))
         report = json.loads((out / MANIFEST).read_text())
         meaning = {k: report[k] for k in ("stage", "settings", "inputs")}
-        data = data_sha256(checksums({e["unit"]: e for e in entries}))
+        data = data_sha256(checksums(read_entries(out)))
         report["content_sha256"] = sha256_json(meaning | {"data": data})
         (out / MANIFEST).write_text(json.dumps(report))
     result = verify(tiny_stages, out)

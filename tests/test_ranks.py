@@ -188,7 +188,7 @@ def test_a_rank_that_waits_in_c_ends_after_a_signal():
     """As NCCL waits for a rank that is gone: no Python runs, and no handler of a signal."""
     code = (
         "import hashlib\n"
-        "from common import ranks\n"
+        "from common.training import ranks\n"
         "from common.progress import Stopper\n"
         "Stopper()\n"
         "ranks.end_when_late(1)\n"
