@@ -29,48 +29,32 @@ STAGE = "prepare"
 DRY_RUN_ROWS = 100
 
 
+# fmt: off
 def parse_args() -> PrepareSettings:
     p = cli.Parser(STAGE, __doc__)
+    add = p.add_argument
     p.add_common("--model-path")
-    p.add_argument(
-        "--dataset",
-        type=cli.path_text,
-        nargs="+",
-        metavar="DATA",
+    add("--dataset", type=cli.path_text, nargs="+", metavar="DATA",
         help="files, folders or hub names, each with options: NAME,config=..,split=train,"
-        f"revision=..,form={'|'.join(FORMS)} (default: found by the rows' keys),"
-        "weight=.. (its share of the rows read)",
-    )
+             f"revision=..,form={'|'.join(FORMS)} (default: found by the rows' keys),"
+             "weight=.. (its share of the rows read)")
     p.add_common("--output-dir", "--max-samples", "--max-seq-len")
-    p.add_argument(
-        "--long",
-        choices=["cut", "drop", "split"],
-        default="cut",
-        help="what becomes of samples over --max-seq-len (split: each part a text of its own)",
-    )
+    add("--long", choices=["cut", "drop", "split"], default="cut",
+        help="what becomes of samples over --max-seq-len (split: each part a text of its own)")
     p.add_common("--template-args")
-    p.add_argument(
-        "--keep-unfinished",
-        action="store_true",
-        help='keep answers that the length limit cut (finish_reason "length")',
-    )
-    p.add_argument(
-        "--skip-bad-rows",
-        action="store_true",
-        help="count and drop rows that are no conversation instead of stopping at the first",
-    )
-    p.add_argument("--workers", type=cli.integer(1, 256), help="processes (default: cores)")
-    p.add_argument(
-        "--show",
-        type=cli.integer(1, 10**9),
-        metavar="N",
-        help="print the first N samples decoded, loss tokens marked, and write nothing",
-    )
+    add("--keep-unfinished", action="store_true",
+        help='keep answers that the length limit cut (finish_reason "length")')
+    add("--skip-bad-rows", action="store_true",
+        help="count and drop rows that are no conversation instead of stopping at the first")
+    add("--workers", type=cli.integer(1, 256), help="processes (default: cores)")
+    add("--show", type=cli.integer(1, 10**9), metavar="N",
+        help="print the first N samples decoded, loss tokens marked, and write nothing")
     p.add_common("--seed", "--dry-run", "--overwrite", "--trust-remote-code")
     p.need("--model-path", "--dataset", "--output-dir")
     args = p.parse()
     args.workers = args.workers or len(os.sched_getaffinity(0))
     return cli.as_settings(args, PrepareSettings)
+# fmt: on
 
 
 def main() -> None:
@@ -80,7 +64,7 @@ def main() -> None:
     out = Path(settings.output_dir)
 
     # ---------------------------------------------------------------- check
-    from common.data import encoding, samples
+    from common.data import encoding
     from common.data.sources import check_outside, parse_sources, read_rows
     from common.verifier.config import load_verifier
 
@@ -103,33 +87,16 @@ def main() -> None:
     output.lock(state)
 
     # ---------------------------------------------------------------- work
-    counts: Counter[str] = Counter()
     rows = read_rows(sources, enough=settings.max_samples or float("inf"))
     encoded = encoding.encode_rows(settings, verifier, rows)
-    bar = progress.Progress("prepare", settings.max_samples or 0, "samples")
-    with artifacts.atomic_file(out / samples.FILE, "w") as f:
-        for line in unique_samples(encoded, counts):
-            f.write(line.text)
-            counts.update(samples=1, tokens=line.tokens, loss_tokens=line.loss_tokens)
-            bar.add(1)
-            if counts["samples"] == settings.max_samples:
-                break
-        if not counts["samples"]:
-            raise errors.UserError(no_sample(sources[0].name, counts))
-        output.empty(Path(f.name).name)  # now that every row was good
-        bar.close()
+    counts = write_samples(encoded, settings.max_samples, output, sources[0].name, started)
 
-        # ------------------------------------------------------------ report
-        # before the file has its name: data without a manifest are taken for somebody else's
-        f.flush()
-        digest = artifacts.sha256_file(Path(f.name))
-        seconds = time.monotonic() - started
-        output.finish(dict(counts) | {"file_sha256": digest}, digest, seconds)
+    # ---------------------------------------------------------------- report
     share = 100 * counts["loss_tokens"] / counts["tokens"]
     progress.log(
         f"prepare: {counts['samples']} samples from {counts['rows']} rows, {counts['tokens']}"
         f" tokens, {share:.0f}% with loss{counted_events(counts) or '; nothing cut or dropped'};"
-        f" {progress.duration(seconds)} -> {out}"
+        f" {progress.duration(time.monotonic() - started)} -> {out}"
     )
 
 
@@ -153,6 +120,38 @@ def stage_of(settings: PrepareSettings, verifier: "Verifier", sources: list["Sou
         "tokenizer": tokenizer_fingerprint(settings.model_path),
     }
     return Stage(STAGE, decisive, inputs)
+
+
+def write_samples(
+    encoded: Iterator["EncodedRow"],
+    max_samples: int | None,
+    output: Output,
+    source: str,
+    started: float,
+) -> Counter[str]:
+    """Write the samples and the manifest; returns its counts. UserError where there is no sample,
+    naming the source."""
+    from common.data.samples import FILE
+
+    counts: Counter[str] = Counter()
+    bar = progress.Progress("prepare", max_samples or 0, "samples")
+    with artifacts.atomic_file(output.folder / FILE, "w") as f:
+        for line in unique_samples(encoded, counts):
+            f.write(line.text)
+            counts.update(samples=1, tokens=line.tokens, loss_tokens=line.loss_tokens)
+            bar.add(1)
+            if counts["samples"] == max_samples:
+                break
+        if not counts["samples"]:
+            raise errors.UserError(no_sample(source, counts))
+        output.empty(Path(f.name).name)  # now that every row was good
+        bar.close()
+        # before the file has its name: data without a manifest are taken for somebody else's
+        f.flush()
+        digest = artifacts.sha256_file(Path(f.name))
+        seconds = time.monotonic() - started
+        output.finish(dict(counts) | {"file_sha256": digest}, digest, seconds)
+    return counts
 
 
 def log_dry_run(rows: Iterator["EncodedRow"]) -> None:

@@ -14,42 +14,35 @@ from common.data.settings import VocabSettings
 from common.manifest import Output, Stage
 
 if TYPE_CHECKING:
+    import numpy as np
+
+    from common.data.vocab_map import VocabMap
     from common.verifier.config import Verifier
 
 STAGE = "vocab"
 SIZES = 8000, 16000, 32000, 64000  # vocabularies whose coverage is recorded beside the chosen one
 
 
+# fmt: off
 def parse_args() -> VocabSettings:
     p = cli.Parser(STAGE, __doc__)
     p.add_common("--model-path")
-    p.add_argument(
-        "--prepared-data",
-        "--data-path",
-        type=cli.path_text,
-        nargs="+",
-        metavar="PATH",
-        help="folders written by 01, or the files in them; of several, PATH,weight=.. is a share",
-    )
+    p.add_argument("--prepared-data", "--data-path", type=cli.path_text, nargs="+", metavar="PATH",
+        help="folders written by 01, or the files in them; of several, PATH,weight=.. is a share")
     p.add_common("--output-dir", "--max-samples")
-    p.add_argument(
-        "--draft-vocab-size",
-        type=cli.positive_int,
-        default=32000,
-        metavar="TOKENS",
-        help="tokens that the draft can propose",
-    )
+    p.add_argument("--draft-vocab-size", type=cli.positive_int, default=32000, metavar="TOKENS",
+        help="tokens that the draft can propose")
     p.add_common("--dry-run", "--overwrite", "--trust-remote-code", "--seed")
     p.need("--model-path", "--prepared-data", "--output-dir")
     return cli.as_settings(p.parse(), VocabSettings)
+# fmt: on
 
 
 def main() -> None:
     settings = parse_args()
     progress.quiet_libraries()
     started = time.monotonic()
-    out = Path(settings.output_dir)
-    size = settings.draft_vocab_size
+    out, size = Path(settings.output_dir), settings.draft_vocab_size
 
     # ---------------------------------------------------------------- check
     from common.data import samples, vocab_map
@@ -82,15 +75,9 @@ def main() -> None:
     always_V = vocab_map.always_chosen(counts_V, special, verifier)
     chosen, filler = vocab_map.choose_tokens(counts_V, always_V, size)
     built = vocab_map.build_map(chosen, verifier.vocab_size)
-    covered = vocab_map.coverage_by_size(counts_V)
-    figures = {
-        "loss_tokens": int(sum(counts.sum() for counts in each)),
-        "distinct_tokens": int((counts_V > 0).sum()),
-        "coverage": float(counts_V[built.t2d].sum() / counts_V.sum()),
-        "coverage_by_size": {str(n): round(covered(n), 6) for n in SIZES},
-        "special_tokens": int(always_V.sum()),
-        "filler_slots": filler,
-    }
+    loss_tokens = int(sum(counts.sum() for counts in each))
+    figures = coverage_figures(counts_V, built, loss_tokens)
+    figures |= {"special_tokens": int(always_V.sum()), "filler_slots": filler}
     text = summary(figures, size, verifier.vocab_size, weights is not None)
     if settings.dry_run:
         progress.log(f"vocab: dry run: {text}; nothing was written")
@@ -123,6 +110,23 @@ def stage_of(
         "special_ids": artifacts.sha256_json(sorted(special)),
     }
     return Stage(STAGE, decisive, {"prepared": prepared if len(prepared) > 1 else prepared[0]})
+
+
+def coverage_figures(counts_V: "np.ndarray", built: "VocabMap", loss_tokens: int) -> dict[str, Any]:
+    """What the map covers of the loss tokens, for the manifest.
+
+    Args:
+        counts_V: int64 [target_vocab], loss tokens after weighting; loss_tokens: before it.
+    """
+    from common.data.vocab_map import coverage_by_size
+
+    covered = coverage_by_size(counts_V)
+    return {
+        "loss_tokens": loss_tokens,
+        "distinct_tokens": int((counts_V > 0).sum()),
+        "coverage": float(counts_V[built.t2d].sum() / counts_V.sum()),
+        "coverage_by_size": {str(n): round(covered(n), 6) for n in SIZES},
+    }
 
 
 def summary(figures: dict[str, Any], size: int, vocab_size: int, weighted: bool) -> str:

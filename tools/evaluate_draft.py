@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +27,7 @@ from common.serving.settings import EvaluateSettings
 if TYPE_CHECKING:
     from common.data.prompts import Prompt
     from common.serving.acceptance import DraftMeasurement
+    from common.serving.generation import Run
     from common.serving.parity import StoredSample
     from common.verifier.config import Verifier
 
@@ -34,65 +35,97 @@ STAGE = "evaluate"
 WITH_DRAFT = "with_draft.json"  # what was measured with the draft, until the rest is
 
 
+# fmt: off
 def parse_args() -> EvaluateSettings:
     p = cli.Parser(STAGE, __doc__)
+    add = p.add_argument
     p.add_common("--model-path")
-    p.add_argument("--draft", type=cli.path_text, metavar="DIR", help="checkpoint written by 04")
-    p.add_argument(
-        "--prompts", type=cli.path_text, nargs="+", metavar="FILE", help="held-out chat rows"
-    )
+    add("--draft", type=cli.path_text, metavar="DIR", help="checkpoint written by 04")
+    add("--prompts", type=cli.path_text, nargs="+", metavar="FILE", help="held-out chat rows")
     p.add_common("--output-dir", "--max-samples", "--max-seq-len", "--hidden-states")
     p.add_common("--template-args")
-    p.add_argument(
-        "--num-speculative-tokens",
-        type=cli.positive_int,
-        default=3,
-        metavar="N",
-        help="tokens drafted per forward pass of the verifier",
-    )
-    p.add_argument(
-        "--max-new-tokens",
-        type=cli.positive_int,
-        default=256,
-        metavar="TOKENS",
-        help="of an answer",
-    )
-    p.add_argument(
-        "--batch-size", type=cli.positive_int, default=32, help="prompts decoded together"
-    )
+    add("--num-speculative-tokens", type=cli.positive_int, default=3, metavar="N",
+        help="tokens drafted per forward pass of the verifier")
+    add("--max-new-tokens", type=cli.positive_int, default=256, metavar="TOKENS",
+        help="of an answer")
+    add("--batch-size", type=cli.positive_int, default=32, help="prompts decoded together")
     # float32 is lossless: the answers with and without the draft are the same
     p.add_common("--tp-size", "--gpu-memory-utilization", "--dtype", "--engine-args")
     p.add_common("--load-timeout")
-    p.add_argument(
-        "--only-draft",
-        action="store_true",
-        help="measure with the draft and stop; without this flag the rest is measured",
-    )
+    add("--only-draft", action="store_true",
+        help="measure with the draft and stop; without this flag the rest is measured")
     p.add_common("--seed", "--dry-run", "--overwrite", "--trust-remote-code")
     p.need("--model-path", "--draft", "--prompts", "--output-dir")
     return cli.as_settings(p.parse(), EvaluateSettings)
+# fmt: on
+
+
+@dataclass(frozen=True)
+class EvaluateJob:
+    """What is measured, once everything is checked.
+
+    stage, state: of the output folder, see Output.earlier_run; sample: for parity, with
+    --hidden-states.
+    """
+
+    stage: Stage
+    state: str
+    verifier: "Verifier"
+    prompts: "list[Prompt]"
+    sample: "StoredSample | None"
 
 
 def main() -> None:
     settings = parse_args()
     progress.quiet_libraries()
     started = time.monotonic()
-    out, draft = Path(settings.output_dir), Path(settings.draft)
+    job = check(settings)
+    if job is None:
+        return
 
-    # ---------------------------------------------------------------- check
+    # ---------------------------------------------------------------- measure
+    from common.serving.acceptance import DraftMeasurement
+
+    out, state = Path(settings.output_dir), job.state
+    measured = out / WITH_DRAFT
+    have = state == "in_progress" and measured.exists()
+    if have:
+        progress.log("evaluate: the draft is measured already; the verifier alone is left")
+    elif not settings.only_draft:
+        # In a process of its own: it leaves the next load all of a GPU's memory, and some
+        # verifiers hang in the second engine of a process (Kimi-K2.5 in vLLM 0.26).
+        run_only_draft()
+        state = Output(out, job.stage, False).earlier_run()
+    output = Output(out, job.stage, settings.only_draft and settings.overwrite)
+    output.lock(state)
+    if settings.only_draft:
+        if not have:
+            found = measure_draft(settings, job)
+            output.empty()
+            output.begin()
+            found.write(measured)
+        took = progress.duration(time.monotonic() - started)
+        progress.log(f"evaluate: measured with the draft, {took} -> {measured}")
+        return
+    drafted = DraftMeasurement.read(measured)
+    report(settings, output, measure_verifier(settings, job), drafted, started)
+    measured.unlink()
+
+
+def check(settings: EvaluateSettings) -> EvaluateJob | None:
+    """Check everything that can be known before the verifier loads; returns None when there is
+    nothing to do."""
     from common.data.chat_template import load_template
     from common.data.prompts import load_prompts
     from common.data.sources import parse_sources, read_rows, sources_digest
-    from common.serving.acceptance import DraftMeasurement, acceptance, result_of, table
     from common.serving.checkpoint import check_draft
-    from common.serving.generation import generate, warm_up_decoding
     from common.serving.parity import stored_sample
     from common.states.folder import open_hidden
     from common.verifier.config import load_verifier
-    from common.verifier.engine import generating
     from common.verifier.fingerprint import tokenizer_fingerprint
     from common.verifier.weights import check_weights, identities
 
+    out, draft = Path(settings.output_dir), Path(settings.draft)
     verifier = load_verifier(settings.model_path)
     check_draft(draft, verifier)
     sources = parse_sources(settings.prompts, settings.max_samples, "--prompts")
@@ -116,64 +149,19 @@ def main() -> None:
     if state == "complete":
         progress.log((out / "table.txt").read_text(encoding="utf-8").rstrip())
         progress.log(f"evaluate: {out} is complete (--overwrite makes it again)")
-        return
+        return None
     rows = list(read_rows(sources, settings.max_samples))
-    parts = (
-        settings.model_path,
-        settings.trust_remote_code,
-        verifier.end_ids,
-        settings.template_args,
-    )
-    template = functools.cache(functools.partial(load_template, *parts))
+    parts = settings.model_path, settings.trust_remote_code, verifier.end_ids
+    template = functools.cache(lambda: load_template(*parts, settings.template_args))
     longest = verifier.longest_sample(settings.max_seq_len) - settings.max_new_tokens
     prompts, _ = load_prompts(rows, template, verifier.vocab_size, longest)
     if settings.dry_run:
         progress.log(f"evaluate: dry run, {draft} fits the verifier; {len(prompts)} prompts")
-        return
+        return None
+    return EvaluateJob(stage, state, verifier, prompts, sample)
 
-    # ---------------------------------------------------------------- measure
-    measured = out / WITH_DRAFT
-    have = state == "in_progress" and measured.exists()
-    if have:
-        progress.log("evaluate: the draft is measured already; the verifier alone is left")
-    elif not settings.only_draft:
-        # In a process of its own: it leaves the next load all of a GPU's memory, and some
-        # verifiers hang in the second engine of a process (Kimi-K2.5 in vLLM 0.26).
-        run_only_draft()
-        state = Output(out, stage, False).earlier_run()
-    output = Output(out, stage, settings.only_draft and settings.overwrite)
-    output.lock(state)
-    if settings.only_draft:
-        if not have:
-            found = measure_draft(settings, verifier, prompts, sample)
-            output.empty()
-            output.begin()
-            found.write(measured)
-        took = progress.duration(time.monotonic() - started)
-        progress.log(f"evaluate: measured with the draft, {took} -> {measured}")
-        return
-    drafted = DraftMeasurement.read(measured)
-    concurrency = settings.batch_size
-    with generating(settings, verifier, STAGE) as llm:
-        warm_up_decoding(llm, prompts[:concurrency])
-        limits = verifier.end_ids, settings.max_new_tokens, concurrency
-        plain = generate(llm, prompts, *limits, "verifier alone")
 
-    # ---------------------------------------------------------------- report
-    result = acceptance(plain, drafted, settings.num_speculative_tokens, settings.seed)
-    text = table(result, drafted.parity)
-    (out / "table.txt").write_text(text + "\n", encoding="utf-8")
-    artifacts.write_json(out / "result.json", asdict(result) | result_of(drafted.parity))
-    seconds = time.monotonic() - started
-    output.finish({"prompts": len(prompts)}, artifacts.sha256_file(out / "result.json"), seconds)
-    measured.unlink()
-    progress.log(text)
-    low, high = result.interval_95
-    progress.log(
-        f"evaluate: acceptance length {result.acceptance_length:.3f}"
-        f" (95% {low:.3f} to {high:.3f}) over {len(prompts)} prompts;"
-        f" {progress.duration(seconds)} -> {out}"
-    )
+# ---------------------------------------------------------------- measure
 
 
 def run_only_draft() -> None:
@@ -195,18 +183,15 @@ def run_only_draft() -> None:
         errors.finish(status if status > 0 else 128 - status)
 
 
-def measure_draft(
-    settings: EvaluateSettings,
-    verifier: "Verifier",
-    prompts: "list[Prompt]",
-    sample: "StoredSample | None",
-) -> "DraftMeasurement":
-    """Serve the draft, check its parity with `sample` if there is one, and decode the prompts."""
+def measure_draft(settings: EvaluateSettings, job: EvaluateJob) -> "DraftMeasurement":
+    """Serve the draft, check its parity with the job's sample if it has one, and decode the
+    prompts."""
     from common.serving.acceptance import DraftMeasurement, draft_counters
     from common.serving.generation import generate, warm_up_decoding
     from common.serving.parity import check_parity
     from common.verifier.engine import generating
 
+    verifier, prompts, sample = job.verifier, job.prompts, job.sample
     speculative = {
         "model": settings.draft,
         "method": "eagle3",
@@ -223,6 +208,47 @@ def measure_draft(
     if not counters["drafts"]:
         raise errors.UserError("vLLM made no drafts: is the draft served by this vLLM at all?")
     return DraftMeasurement(run, counters, parity)
+
+
+def measure_verifier(settings: EvaluateSettings, job: EvaluateJob) -> "Run":
+    """Decode the prompts without a draft."""
+    from common.serving.generation import generate, warm_up_decoding
+    from common.verifier.engine import generating
+
+    concurrency = settings.batch_size
+    with generating(settings, job.verifier, STAGE) as llm:
+        warm_up_decoding(llm, job.prompts[:concurrency])
+        limits = job.verifier.end_ids, settings.max_new_tokens, concurrency
+        return generate(llm, job.prompts, *limits, "verifier alone")
+
+
+# ---------------------------------------------------------------- report
+
+
+def report(
+    settings: EvaluateSettings,
+    output: Output,
+    plain: "Run",
+    drafted: "DraftMeasurement",
+    started: float,
+) -> None:
+    """Compare the runs with and without the draft; write result.json, table.txt and manifest."""
+    from common.serving.acceptance import acceptance, result_of, table
+
+    out, prompts = output.folder, len(plain.answers)
+    result = acceptance(plain, drafted, settings.num_speculative_tokens, settings.seed)
+    text = table(result, drafted.parity)
+    (out / "table.txt").write_text(text + "\n", encoding="utf-8")
+    artifacts.write_json(out / "result.json", asdict(result) | result_of(drafted.parity))
+    seconds = time.monotonic() - started
+    output.finish({"prompts": prompts}, artifacts.sha256_file(out / "result.json"), seconds)
+    progress.log(text)
+    low, high = result.interval_95
+    progress.log(
+        f"evaluate: acceptance length {result.acceptance_length:.3f}"
+        f" (95% {low:.3f} to {high:.3f}) over {prompts} prompts;"
+        f" {progress.duration(seconds)} -> {out}"
+    )
 
 
 if __name__ == "__main__":

@@ -14,8 +14,9 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -23,93 +24,104 @@ from common import artifacts, cli, errors, progress
 from common.manifest import Output, Stage
 from common.regeneration.settings import RegenerateSettings
 
+if TYPE_CHECKING:
+    from common.data.chat_template import Template
+    from common.regeneration.loop import Backend
+    from common.regeneration.responses import Responses
+    from common.regeneration.turns import Conversation
+    from common.verifier.config import Verifier
+
 STAGE = "regenerate"
 
 
+# fmt: off
 def parse_args() -> RegenerateSettings:
     p = cli.Parser(STAGE, __doc__)
+    add = p.add_argument
     p.add_common("--model-path", "--output-dir", "--max-samples", "--max-seq-len", "--seed")
-    p.add_argument(
-        "--prompts",
-        type=cli.path_text,
-        nargs="+",
-        metavar="DATA",
-        help="rows as 01 reads them, with the same options",
-    )
-    p.add_argument(
-        "--max-new-tokens",
-        type=cli.positive_int,
-        default=512,
-        metavar="TOKENS",
-        help="of an answer",
-    )
-    p.add_argument("--temperature", type=cli.between(0, 10), default=0.0, help="0 is greedy")
-    p.add_argument("--top-p", type=cli.between(0.001, 1), default=1.0, help="nucleus sampling")
-    p.add_argument(
-        "--answers-per-prompt",
-        type=cli.positive_int,
-        default=1,
-        metavar="N",
-        help="over 1 needs --temperature over 0",
-    )
-    p.add_argument(
-        "--all-turns",
-        action="store_true",
-        help="answer every turn, each after the verifier's own answers to those before",
-    )
+    add("--prompts", type=cli.path_text, nargs="+", metavar="DATA",
+        help="rows as 01 reads them, with the same options")
+    add("--max-new-tokens", type=cli.positive_int, default=512, metavar="TOKENS",
+        help="of an answer")
+    add("--temperature", type=cli.between(0, 10), default=0.0, help="0 is greedy")
+    add("--top-p", type=cli.between(0.001, 1), default=1.0, help="nucleus sampling")
+    add("--answers-per-prompt", type=cli.positive_int, default=1, metavar="N",
+        help="over 1 needs --temperature over 0")
+    add("--all-turns", action="store_true",
+        help="answer every turn, each after the verifier's own answers to those before")
     p.add_common("--template-args")
-    p.add_argument(
-        "--endpoint",
-        type=cli.path_text,
-        metavar="URL",
-        help="a running server, as http://localhost:8000/v1 (OPENAI_API_KEY is its key)",
-    )
-    p.add_argument("--served-model", metavar="NAME", help="the server's (default: its only one)")
-    p.add_argument(
-        "--concurrency",
-        type=cli.integer(1, 4096),
-        default=64,
-        help="requests under way",
-    )
-    p.add_argument("--retries", type=cli.non_negative_int, default=5, help="of a failed request")
-    p.add_argument(
-        "--request-timeout",
-        type=cli.between(1, 1e6),
-        default=1800,
-        metavar="SECONDS",
-        help="of an answer",
-    )
-    p.add_argument(
-        "--batch-size", type=cli.positive_int, default=128, help="answers decoded together"
-    )
+    add("--endpoint", type=cli.path_text, metavar="URL",
+        help="a running server, as http://localhost:8000/v1 (OPENAI_API_KEY is its key)")
+    add("--served-model", metavar="NAME", help="the server's (default: its only one)")
+    add("--concurrency", type=cli.integer(1, 4096), default=64, help="requests under way")
+    add("--retries", type=cli.non_negative_int, default=5, help="of a failed request")
+    add("--request-timeout", type=cli.between(1, 1e6), default=1800, metavar="SECONDS",
+        help="of an answer")
+    add("--batch-size", type=cli.positive_int, default=128, help="answers decoded together")
     p.add_common("--tp-size", "--gpu-memory-utilization", "--dtype", "--engine-args")
     p.add_common("--load-timeout")
-    p.add_argument(
-        "--skip-bad-rows", action="store_true", help="count and drop prompts that cannot be used"
-    )
+    add("--skip-bad-rows", action="store_true", help="count and drop prompts that cannot be used")
     p.add_common("--dry-run", "--overwrite", "--trust-remote-code")
     p.need("--model-path", "--output-dir", "--prompts")
     return cli.as_settings(p.parse(), RegenerateSettings)
+# fmt: on
+
+
+@dataclass(frozen=True)
+class RegenerateJob:
+    """What is to be answered, once everything is checked.
+
+    longest: tokens of a prompt; prompts, skipped: rows used and not.
+    """
+
+    output: Output
+    verifier: "Verifier"
+    template: "Callable[[], Template]"
+    longest: int
+    conversations: "list[Conversation]"
+    prompts: int
+    skipped: int
 
 
 def main() -> None:
     settings = parse_args()
     progress.quiet_libraries()
     started = time.monotonic()
-    out = Path(settings.output_dir)
+    job = check(settings)
+    if job is None:
+        return
 
-    # ---------------------------------------------------------------- check
-    from common.data.chat_template import load_template
-    from common.data.conversations import CUT
-    from common.data.prompts import load_prompts
-    from common.data.sources import parse_sources, read_rows, sources_digest
+    # ---------------------------------------------------------------- regenerate
     from common.regeneration.loop import regenerate
     from common.regeneration.responses import Responses, join_turns
+
+    refused: Counter[str] = Counter()
+    with contextlib.closing(Responses(job.output, settings.all_turns)) as responses:
+        before = len(responses.answered)
+        names = [conversation.turn_names() for conversation in job.conversations]
+        unfinished = [one for one in job.conversations if one.resume(responses.answered)]
+        if unfinished:
+            seed = settings.seed if settings.temperature else None
+            with backend_of(settings, job) as backend:
+                turns = sum(map(len, names))
+                refused = regenerate(backend, unfinished, responses, turns, seed)
+    if settings.all_turns:
+        join_turns(responses.path, names)
+    report(job, responses, refused, len(responses.answered) - before, started)
+
+
+def check(settings: RegenerateSettings) -> RegenerateJob | None:
+    """Check everything that can be known before the first answer and lock the output folder;
+    returns None when there is nothing to do."""
+    from common.data.chat_template import load_template
+    from common.data.prompts import load_prompts
+    from common.data.sources import parse_sources, read_rows, sources_digest
     from common.regeneration.turns import conversations_of
     from common.verifier.config import load_verifier
     from common.verifier.fingerprint import fingerprint, tokenizer_fingerprint
     from common.verifier.weights import check_weights, identities
 
+    out = Path(settings.output_dir)
     verifier = load_verifier(settings.model_path)
     sources = parse_sources(settings.prompts, settings.max_samples, "--prompts")
     artifacts.check_apart(out, settings.model_path, *(f for s in sources for f in s.files))
@@ -128,15 +140,10 @@ def main() -> None:
     state = output.earlier_run()
     if state == "complete":
         progress.log(f"regenerate: {out} is complete (--overwrite makes it again)")
-        return
+        return None
     rows = list(read_rows(sources, settings.max_samples))
-    parts = (
-        settings.model_path,
-        settings.trust_remote_code,
-        verifier.end_ids,
-        settings.template_args,
-    )
-    template = functools.cache(functools.partial(load_template, *parts))
+    parts = settings.model_path, settings.trust_remote_code, verifier.end_ids
+    template = functools.cache(lambda: load_template(*parts, settings.template_args))
     longest = verifier.longest_sample(settings.max_seq_len) - settings.max_new_tokens
     prompts, skipped = load_prompts(
         rows, template, verifier.vocab_size, longest, settings.skip_bad_rows, settings.all_turns
@@ -148,38 +155,32 @@ def main() -> None:
             f" {settings.answers_per_prompt}, at most {settings.max_new_tokens} tokens each, into"
             f" {out}; nothing was written"
         )
-        return
+        return None
     output.lock(state)
+    return RegenerateJob(output, verifier, template, longest, conversations, len(prompts), skipped)
 
-    # ---------------------------------------------------------------- regenerate
-    refused: Counter[str] = Counter()
-    with contextlib.closing(Responses(output, settings.all_turns)) as responses:
-        before = len(responses.answered)
-        names = [conversation.turn_names() for conversation in conversations]
-        unfinished = [one for one in conversations if one.resume(responses.answered)]
-        if unfinished:
-            seed = settings.seed if settings.temperature else None
-            with backend_of(settings, verifier, template, longest) as backend:
-                turns = sum(map(len, names))
-                refused = regenerate(backend, unfinished, responses, turns, seed)
-    if settings.all_turns:
-        join_turns(responses.path, names)
 
-    # ---------------------------------------------------------------- report
+def report(
+    job: RegenerateJob, responses: "Responses", refused: Counter[str], new: int, started: float
+) -> None:
+    """Write the manifest and the last line. refused: turns without an answer, by reason; new:
+    answers of this run."""
+    from common.data.conversations import CUT
+
     seconds = time.monotonic() - started
     answered = responses.answered.values()
     tokens = sum(turn.tokens for turn in answered)
     reasons = Counter(turn.finish_reason for turn in answered)
     ended = Counter(turn.final for turn in answered if turn.final) + refused
     counts = {
-        "prompts": len(prompts),
-        "skipped": skipped,
+        "prompts": job.prompts,
+        "skipped": job.skipped,
         "answers": len(answered),
         "answer_tokens": tokens,
         **{f"finish_reason: {reason}": n for reason, n in sorted(reasons.items())},
         **{f"ended early: {reason}": n for reason, n in sorted(ended.items())},
     }
-    output.finish(counts, artifacts.sha256_file(responses.path), seconds)
+    job.output.finish(counts, artifacts.sha256_file(responses.path), seconds)
     ends = ", ".join(f"{reason} {n}" for reason, n in reasons.most_common())
     if ended:
         ends += "; ended early: " + ", ".join(f"{why} {n}" for why, n in ended.most_common())
@@ -187,14 +188,13 @@ def main() -> None:
         ends += f"; 01 leaves out those of {CUT}, unless --keep-unfinished"
     progress.log(
         f"regenerate: {len(answered)} answers{f', {tokens} tokens' if tokens else ''} (finish"
-        f" reasons: {ends}); this run {len(answered) - before} in {progress.duration(seconds)} ->"
-        f" {responses.path}"
+        f" reasons: {ends}); this run {new} in {progress.duration(seconds)} -> {responses.path}"
     )
 
 
 def backend_of(
-    settings: RegenerateSettings, verifier: Any, template: Callable, longest: int
-) -> contextlib.AbstractContextManager[Any]:
+    settings: RegenerateSettings, job: RegenerateJob
+) -> "contextlib.AbstractContextManager[Backend]":
     """vLLM in this process, or the server of --endpoint."""
     if settings.endpoint:
         from common.regeneration.endpoint import Endpoint
@@ -202,7 +202,7 @@ def backend_of(
         return contextlib.closing(Endpoint(settings))
     from common.regeneration.in_process import in_process
 
-    return in_process(settings, verifier, template, longest)
+    return in_process(settings, job.verifier, job.template, job.longest)
 
 
 if __name__ == "__main__":
