@@ -34,8 +34,13 @@ def stderr() -> TextIO:
 def print_now(text: str, stream: TextIO) -> None:
     """Print one line now, if it can be: a log whose reader is gone (`| tee` after a hang-up) or
     whose disk is full must not end a run that has hours of work in memory."""
-    with contextlib.suppress(OSError):
+    try:
         print(text, file=stream, flush=True)
+    except OSError:
+        pass
+    except RuntimeError:  # a signal's handler, while this very stream is written: past its buffer
+        with contextlib.suppress(OSError):
+            os.write(stream.fileno(), f"{text}\n".encode())
 
 
 def flush() -> None:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import termios
 
-from tests.conftest import ROOT, extract_args, must, script
+from tests.conftest import ROOT, ended, extract_args, must, script, started
 
 OURS = re.compile(r"(regenerate|prepare|vocab|extract|self-check|train|evaluate): |  \w")
 EAGER = ("--engine-args", '{"enforce_eager": true}')
@@ -123,3 +123,27 @@ def test_what_libraries_print_is_kept_in_bounded_memory():
     )
     assert result.stdout == ""
     assert result.stderr.splitlines()[-1] == "000299"
+
+
+REENTERS = """
+import io
+from common import streams
+
+class Interrupted(io.FileIO):
+    within = False
+
+    def write(self, data):
+        if not self.within:
+            self.within = True
+            streams.print_now("from a signal's handler", out)
+        return super().write(data)
+
+out = io.TextIOWrapper(io.BufferedWriter(Interrupted(1, "w", closefd=False)))
+streams.print_now("from the loop", out)
+"""
+
+
+def test_a_signal_within_a_print_ends_nothing():
+    """Its handler prints to the stream that is being written."""
+    result = must(ended(started("-c", REENTERS)))
+    assert result.stdout.splitlines() == ["from a signal's handler", "from the loop"]
