@@ -5,6 +5,7 @@ neither torch nor transformers.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
@@ -50,23 +51,42 @@ def load_verifier(model_path: str) -> Verifier:
     """Read a verifier's config.json (and generation_config.json where there is one)."""
     config_file = model_file(model_path, "config.json")
     config = read_object(config_file)
+    text = text_config(config, config_file)
+    return make_verifier(model_path, config, end_ids(model_path, config, text), config_file)
+
+
+def text_config(config: dict[str, Any], source: Path) -> dict[str, Any]:
+    """The language model's part of config.json, `source`."""
     text = config.get("text_config") or config
     if not isinstance(text, dict):
-        raise UserError(f"{config_file}: text_config is no JSON object; download the file again")
+        raise UserError(f"{source}: text_config is no JSON object; download the file again")
+    return text
+
+
+def make_verifier(
+    model_path: str, config: dict[str, Any], ends: tuple[int, ...], source: Path
+) -> Verifier:
+    """The verifier that a config.json describes; opens no file.
+
+    Args:
+        ends: ids at which it stops, see end_ids.
+        source: the file that errors name.
+    """
+    text = text_config(config, source)
     eps = text.get("rms_norm_eps")
     need = {}
     for key in NEEDED:
         if text.get(key) is None:
-            raise UserError(f"{config_file}: no {key}; is {model_path} a language model?")
+            raise UserError(f"{source}: no {key}; is {model_path} a language model?")
         need[key] = text[key]
     for key in (*NEEDED, *COUNTS):
         value = text.get(key)
         if value is not None and (not isinstance(value, int) or value < (key in NEEDED)):
-            raise UserError(f"{config_file}: {key} is {value!r}; download the file again")
+            raise UserError(f"{source}: {key} is {value!r}; download the file again")
     if eps is None:
-        raise UserError(f"{config_file}: no rms_norm_eps; only verifiers with RMSNorm are known")
+        raise UserError(f"{source}: no rms_norm_eps; only verifiers with RMSNorm are known")
     if not isinstance(eps, float | int):
-        raise UserError(f"{config_file}: rms_norm_eps is {eps!r}; download the file again")
+        raise UserError(f"{source}: rms_norm_eps is {eps!r}; download the file again")
     return Verifier(
         path=model_path,
         config=config,
@@ -76,7 +96,7 @@ def load_verifier(model_path: str) -> Verifier:
         vocab_size=need["vocab_size"],
         rms_norm_eps=float(eps),
         max_positions=int(text.get("max_position_embeddings") or 0),
-        end_ids=end_ids(model_path, config, text),
+        end_ids=ends,
     )
 
 
