@@ -63,7 +63,8 @@ class CaptureMethods:
         """
         if self.rank != 0:
             return None
-        embedding, layers = find_decoder(self.model_runner.get_model(), num_layers)
+        decoder = find_decoder(self.model_runner.get_model(), num_layers)
+        embedding, layers = decoder.embedding, decoder.layers
         self._layer_ids = sorted(layer_ids)
         device = next(embedding.parameters()).device
         cuda = device.type == "cuda"
