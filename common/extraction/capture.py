@@ -3,9 +3,10 @@
 `CaptureMethods` are added to vLLM's worker class (common/worker.py) and called through
 `LLM.collective_rpc`. Forward hooks on the decoder layers copy the residual stream
 ("layer i" = after decoder layer i, 0-based); rows are matched to samples by the token ids
-that the embedding sees and the positions that the first layer gets, so nothing depends on
+that the embedding sees and the positions that the layers get, so nothing depends on
 how a runner (V1 or V2) orders requests. With tensor parallelism all ranks hold the same
-full rows; rank 0 alone captures and writes.
+full rows; rank 0 alone captures and writes. Where a family's calls have hidden states and positions
+is found in one forward pass before (layer_calls.py).
 
 On a GPU this costs a few elementwise operations per captured layer: the hooks lay the rows out
 as the files have them in one of two buffers on the GPU, and a side stream copies that to the
@@ -19,7 +20,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from common.errors import UserError
 from common.extraction.batching import DEVICE_BUFFERS
+from common.extraction.layer_calls import (
+    LayerCalls,
+    Recorder,
+    before_forward,
+    describe,
+    layer_calls,
+)
 from common.extraction.writer import (
     CaptureBuffer,
     CapturedBatch,
@@ -28,7 +37,16 @@ from common.extraction.writer import (
     WrittenBatch,
 )
 from common.states.files import FP8, quantize_rows
-from common.verifier.decoder import find_decoder
+from common.verifier.decoder import Decoder, find_decoder, join
+
+
+@dataclass(frozen=True)
+class Found:
+    """What capture_found returns: what it found of the layers, or why it cannot capture them. An
+    exception would reach the driver of several ranks as one of vLLM's."""
+
+    description: str | None = None
+    refusal: str | None = None
 
 
 @dataclass(frozen=True)
@@ -50,21 +68,52 @@ class CaptureMethods:
     rank: int  # vLLM's worker has both
     model_runner: Any
 
+    _decoder: Decoder
+    _calls: LayerCalls
+
+    # ------------------------------------------------------------ once per engine
+
+    def capture_look(self, num_layers: int) -> None:
+        """Have rank 0 note how the next forward pass, over LOOK_IDS, calls the decoder layers."""
+        self._seen: Recorder | UserError | None = None
+        if self.rank != 0:
+            return
+        model = self.model_runner.get_model()
+        try:
+            self._decoder = find_decoder(model, num_layers)
+            self._seen = Recorder(model, self._decoder)
+        except UserError as e:
+            self._seen = e
+
+    def capture_found(self, hidden_size: int) -> Found | None:
+        """What the forward pass since capture_look showed."""
+        seen, self._seen = self._seen, None
+        if seen is None:
+            return None
+        try:
+            if isinstance(seen, UserError):
+                raise seen
+            seen.remove()
+            self._calls = layer_calls(seen, hidden_size)
+            return Found(describe(seen, self._calls))
+        except UserError as e:
+            return Found(refusal=str(e))
+
+    # ------------------------------------------------------------ start
+
     def capture_start(
-        self, layer_ids: list[int], num_layers: int, shape: tuple[int, int], storage_dtype: str
+        self, layer_ids: list[int], shape: tuple[int, int], storage_dtype: str
     ) -> bool | None:
         """Hook the layers on rank 0 and make the buffers.
 
         Args:
             layer_ids: layers captured, 0-based.
-            num_layers: decoder layers of the verifier.
             shape: (most tokens of one forward pass, hidden size).
             storage_dtype: dtype of the files.
         """
         if self.rank != 0:
             return None
-        decoder = find_decoder(self.model_runner.get_model(), num_layers)
-        embedding, layers = decoder.embedding, decoder.layers
+        embedding, layers = self._decoder.embedding, self._decoder.layers
         self._layer_ids = sorted(layer_ids)
         device = next(embedding.parameters()).device
         cuda = device.type == "cuda"
@@ -80,17 +129,34 @@ class CaptureMethods:
         self._captured: CapturedBatch | None = None  # of the last batch, not yet submitted
         self._passes = 0  # since the last submission
         self._received: dict[int, torch.Tensor] | None = None
-        handles = [
-            embedding.register_forward_hook(self._on_embedding),
-            layers[0].register_forward_pre_hook(self._on_first_layer, with_kwargs=True),
-        ]
+        self._undo = [embedding.register_forward_hook(self._on_embedding).remove]
+        self._hook_positions()
         for at, i in enumerate(self._layer_ids):
-            handles.append(layers[i].register_forward_hook(self._on_layer(at)))
-            if i + 1 < num_layers:
+            self._undo.append(layers[i].register_forward_hook(self._on_layer(at)).remove)
+            if i + 1 < len(layers):
                 hook = self._on_next_layer(at)
-                handles.append(layers[i + 1].register_forward_pre_hook(hook, with_kwargs=True))
-        self._handles = handles
+                handle = layers[i + 1].register_forward_pre_hook(hook, with_kwargs=True)
+                self._undo.append(handle.remove)
         return True
+
+    def _hook_positions(self) -> None:
+        """Read the positions where the first layer gets them, or the module that does."""
+        place, first = self._calls.positions, self._decoder.layers[0]
+        if place.path == join(self._decoder.layers_path, "0"):
+            hook = first.register_forward_pre_hook(
+                lambda _m, args, kwargs: self._on_positions(place.read(args, kwargs)),
+                with_kwargs=True,
+            )
+            self._undo.append(hook.remove)
+            return
+
+        def note(args: tuple, kwargs: dict[str, Any]) -> None:
+            self._positions = place.read(args, kwargs)
+
+        module = self.model_runner.get_model().get_submodule(place.path)
+        self._undo.append(before_forward(module, note))
+        hook = first.register_forward_pre_hook(lambda _m, _a: self._on_positions(self._positions))
+        self._undo.append(hook.remove)
 
     # ------------------------------------------------------------ hooks
 
@@ -112,21 +178,20 @@ class CaptureMethods:
             raise CaptureError(f"a forward pass of {self._tokens} tokens is over the budget")
         self._rows.ids_N[: self._tokens].copy_(ids_N)
 
-    def _on_first_layer(self, _module, args, kwargs) -> None:
+    def _on_positions(self, positions: torch.Tensor) -> None:
         if self._rows is None:
             return
-        positions = kwargs["positions"] if "positions" in kwargs else args[0]
         # M-RoPE models pass [3, N]; text has three equal rows.
         self._rows.positions_N[: self._tokens].copy_(positions.view(-1, self._tokens)[0])
 
     def _on_layer(self, at: int):
+        stream = self._calls.stream
+
         def hook(_module, _args, output) -> None:
             if self._rows is None:
                 return
             rows, n = self._rows, self._tokens
-            # The sum is taken now: the next layer's fused add and norm overwrites both parts.
-            hidden_NH, residual_NH = (output, None) if torch.is_tensor(output) else output[:2]
-            stream_NH = hidden_NH if residual_NH is None else hidden_NH + residual_NH
+            stream_NH = stream(output)
             largest_N = torch.linalg.vector_norm(stream_NH, float("inf"), dim=-1)
             rows.finite_NL[:n, at] = torch.isfinite(largest_N)
             if self._writer.dtype == FP8:
@@ -154,14 +219,13 @@ class CaptureMethods:
 
     def _on_next_layer(self, at: int):
         """Note what the layer after a captured one receives, during the self-check."""
+        places = self._calls.received[self._layer_ids[at] + 1]
 
         def hook(_module, args, kwargs) -> None:
             if self._received is None or self._rows is None:
                 return
             mine = self._rows.states_NLH[: self._tokens, at].double()
-            values = [*args, *kwargs.values()]  # positions, hidden, residual
-            parts = [v for v in values if isinstance(v, torch.Tensor) and v.shape == mine.shape]
-            received = parts[0] if len(parts) == 1 else parts[0] + parts[1]
+            received = sum(place.read(args, kwargs) for place in places).view(mine.shape)
             error = (received.double() - mine).norm() / mine.norm().clamp_min(1e-30)
             layer = self._layer_ids[at]
             self._received[layer] = torch.maximum(self._received.get(layer, error), error)
@@ -227,8 +291,8 @@ class CaptureMethods:
         """Remove the hooks, end the writers and free the buffers."""
         if self.rank != 0:
             return None
-        for handle in self._handles:
-            handle.remove()
+        for undo in self._undo:
+            undo()
         self._writer.close()
         self._rows, self._captured, self._buffers = None, None, []
         return True

@@ -7,15 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError
 from common.extraction.batching import BATCHES_IN_FLIGHT, MAX_SAMPLES_PER_BATCH
+from common.extraction.layer_calls import LOOK_IDS
 from common.extraction.settings import ExtractSettings
 from common.extraction.work import Capture, SampleIds
+from common.verifier.config import Verifier
 from common.verifier.engine import default_engine_args, engine_died
 
 if TYPE_CHECKING:
     from common.extraction.capture import Submitted
     from common.extraction.writer import WrittenBatch
 
-SHORTEST = 32  # tokens that a capturing engine takes, however short the samples
+SHORTEST = sum(map(len, LOOK_IDS))  # tokens that an engine here takes, however short the samples
 
 
 def capture_engine_args(
@@ -77,10 +79,21 @@ def captured_answer(answers: list) -> Any:
     return next(r for r in answers if r is not None)
 
 
+def find_layers(llm: Any, verifier: Verifier) -> str:
+    """Find in a short forward pass how the loaded verifier calls its layers; returns it in words.
+    UserError where that cannot be told."""
+    llm.collective_rpc("capture_look", args=(verifier.num_layers,))
+    forward(llm, list(enumerate(LOOK_IDS)))
+    found = rank0(llm, "capture_found", verifier.hidden_size)
+    if found.refusal is not None:
+        raise UserError(f"{found.refusal}; nothing was written")
+    return found.description
+
+
 def start_capture(llm: Any, capture: Capture, tokens: int, dtype: str) -> None:
     """Hook the layers, with buffers for forward passes of up to `tokens` tokens in `dtype`."""
     shape = (tokens, capture.form.hidden_size)
-    rank0(llm, "capture_start", capture.layers, capture.verifier.num_layers, shape, dtype)
+    rank0(llm, "capture_start", capture.layers, shape, dtype)
 
 
 def forward(llm: Any, samples: list[SampleIds], **sampling: Any) -> list:

@@ -5,13 +5,11 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
-import numpy as np
 import torch
 
 from common.errors import UserError, one_line
 from common.extraction import selfcheck
 from common.extraction.engine import (
-    SHORTEST,
     forward,
     rank0,
     reset_engine,
@@ -59,8 +57,6 @@ def run_probe(llm: Any, work: Work, head: dict[str, torch.Tensor], resumed: bool
     waiting = probe_order(work)
     if not waiting:
         log("self-check: not possible, every sample left is a single token")
-        # vLLM-CPU's AMX attention crashes on a process's first pass if it is all single tokens
-        forward(llm, [(0, np.zeros(SHORTEST, np.int32))])
         return []
     room = max(1, min(PROBE_SAMPLES, work.max_batch_tokens // PROBE_TOKENS))
     tokens = min(work.max_batch_tokens, PROBE_SAMPLES * PROBE_TOKENS)
