@@ -89,13 +89,14 @@ def check(settings: ExtractSettings, out: Path, prepared: Path) -> "Work | None"
     from common.data.samples import check_tokenizer, prepared_identity
     from common.extraction import preflight
     from common.verifier.config import load_verifier
-    from common.verifier.weights import check_weights, identities
+    from common.verifier.weights import check_stored, check_weights, identities
 
     preflight.check_engine_args(settings.engine_args)
     verifier = load_verifier(settings.model_path)
     capture = preflight.resolve_capture(settings, verifier)
     preflight.check_divides(verifier, settings.tp_size)
     weights = check_weights(verifier)
+    check_stored(verifier, settings.dry_run)
     inputs = {"prepared": prepared_identity(prepared)}
     check_tokenizer(prepared, verifier)
     inputs |= identities(verifier, weights, out, settings.dry_run)

@@ -83,6 +83,11 @@ def resolve_capture(settings: ExtractSettings, verifier: Verifier) -> Capture:
     """Layers and dtypes by the flags or by default; UserError where the verifier has no such
     layers, or vLLM would rescale the residual stream."""
     layers = settings.layers or verifier.default_layers()
+    if verifier.num_layers < 4:
+        raise UserError(
+            f"{verifier.path}: has {verifier.num_layers} decoder layers; a draft is fed three aux"
+            " layers beside the final one"
+        )
     given = f"--layers {' '.join(map(str, layers))}"
     if len(set(layers)) != len(layers) or not all(0 <= i < verifier.num_layers for i in layers):
         raise UserError(f"{given}: expected distinct layers from 0 to {verifier.num_layers - 1}")
@@ -93,8 +98,9 @@ def resolve_capture(settings: ExtractSettings, verifier: Verifier) -> Capture:
         )
     dtype = settings.dtype
     if dtype == "auto":
-        dtype = str(verifier.text.get("dtype") or verifier.text.get("torch_dtype") or "bfloat16")
-        dtype = dtype.removeprefix("torch.")
+        levels = verifier.config, verifier.text  # a wrapper's word counts, as in vLLM
+        found = (level.get(key) for level in levels for key in ("dtype", "torch_dtype"))
+        dtype = str(next(filter(None, found), "bfloat16")).removeprefix("torch.")
     if dtype not in ("bfloat16", "float16", "float32"):
         raise UserError(f"the verifier's dtype is {dtype!r}; pass --dtype")
     if dtype == "float16" and "kv_lora_rank" in verifier.text:
@@ -193,6 +199,11 @@ def check_plan(settings: ExtractSettings, weights: Weights, work: Work) -> None:
         users = f", used by {'; '.join(g.holders)}" if g.holders else ""
         lines[f"GPU {g.index}"] = (
             f"{g.name}, {g.free / GB:.1f} of {g.total / GB:.1f} GB free{users}"
+        )
+    if verifier.window:
+        lines["window"] = (
+            f"{verifier.window} tokens in every layer; vLLM serves a draft under it too, and 04"
+            " trains it over whole samples: on longer ones it will be accepted less"
         )
     for name, text in (lines | work_lines(settings, work)).items():
         log(f"  {name:<14} {text}")

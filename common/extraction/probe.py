@@ -25,6 +25,7 @@ from common.states.files import hidden_file
 PROBE_TOKENS = 256
 PROBE_SAMPLES = 4
 PROBE_TRIES = 24  # of a few samples each
+NOT_FINITE = "gives NaN or Inf"
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def run_probe(llm: Any, work: Work, head: dict[str, torch.Tensor], resumed: bool
             rank0(llm, "capture_stop")
             check_probe(work, head, probed)
             return indices
-        why = f"sample {work.samples[probed.bad[0]].id!r} gives NaN or Inf"
+        why = f"sample {work.samples[probed.bad[0]].id!r} {NOT_FINITE}"
         log(f"self-check: {why}; probing others")
         waiting = [i for i in indices if i not in probed.bad] + waiting
         rank0(llm, "capture_clean_cache")
@@ -86,10 +87,8 @@ def run_probe(llm: Any, work: Work, head: dict[str, torch.Tensor], resumed: bool
     if resumed:
         log(f"self-check: not repeated, every sample tried failed ({why})")
         return []
-    raise UserError(
-        f"every sample probed failed ({why}); nothing was written. Are the verifier's weights"
-        " right?"
-    )
+    hint = ". Are the verifier's weights right?" if NOT_FINITE in why else ""
+    raise UserError(f"every sample probed failed ({why}); nothing was written{hint}")
 
 
 def probe_order(work: Work) -> list[int]:

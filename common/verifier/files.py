@@ -7,6 +7,8 @@ from common.artifacts import decode_json
 from common.errors import UserError
 from common.tensor_files import read_header
 
+OTHER_WEIGHTS = ("*.gguf", "pytorch_model*.bin", "consolidated*.pth")
+
 
 def read_object(path: Path) -> dict[str, Any]:
     """A JSON object of the verifier's; UserError naming the file."""
@@ -25,7 +27,9 @@ def model_file(model_path: str, name: str) -> Path:
     if folder.is_dir():
         path = folder / name
         if not path.is_file():
-            raise UserError(f"--model-path {model_path}: has no {name}")
+            other = next((p.name for form in OTHER_WEIGHTS for p in folder.glob(form)), None)
+            there = f" but {other}; save the model as safetensors, with its config.json"
+            raise UserError(f"--model-path {model_path}: has no {name}{there if other else ''}")
         return path
     if folder.exists() or model_path.count("/") != 1 or model_path.startswith((".", "/", "~")):
         raise UserError(f"--model-path {model_path}: no such folder")
@@ -52,12 +56,14 @@ def optional_file(model_path: str, name: str) -> Path | None:
 
 
 def weight_map(model_path: str) -> dict[str, str]:
-    """Tensor name → safetensors file name, from the index or from the single file."""
+    """Tensor name → safetensors file name, from the index or, without one, from the files."""
     index = optional_file(model_path, "model.safetensors.index.json")
     if index is not None:
         found = read_object(index).get("weight_map")
         if not isinstance(found, dict) or not all(isinstance(v, str) for v in found.values()):
             raise UserError(f"{index}: has no weight_map; download the file again")
         return found
-    path = model_file(model_path, "model.safetensors")
-    return dict.fromkeys(read_header(path), path.name)
+    files = [*Path(model_path).glob("*.safetensors")]
+    if not files or any(p.name == "model.safetensors" for p in files):
+        files = [model_file(model_path, "model.safetensors")]
+    return {name: path.name for path in files for name in read_header(path)}

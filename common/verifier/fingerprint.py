@@ -10,7 +10,7 @@ from common.errors import UserError
 from common.tensor_files import read_header
 from common.verifier.config import Verifier
 from common.verifier.files import model_file, optional_file, read_object, weight_map
-from common.verifier.tensors import TENSORS, tensor_key
+from common.verifier.tensors import TENSORS, find_modules
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "tiktoken.model",
@@ -42,15 +42,17 @@ def fingerprint(verifier: Verifier) -> str:
     """Identity of a verifier by content, the same for a copy in another folder.
 
     Hashes the language model's config, the names of its tensors, and SAMPLE_BYTES from the
-    middle of embedding, head and final norm, whose files 04 has. What a merged adapter changes
-    beside them, `weights_fingerprint` sees.
+    middle of embedding, head and final norm, of those whose names are known. What a merged
+    adapter changes beside them, `weights_fingerprint` sees.
     """
     where = weight_map(verifier.path)
     text = {k: v for k, v in verifier.text.items() if k not in INCIDENTAL}
     quantization = verifier.config.get("quantization_config")
     known = [verifier.architecture, text, quantization, sorted(where)]
     digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode())
-    add_samples(digest, verifier, where, [tensor_key(verifier, where, name) for name in TENSORS])
+    modules = find_modules(verifier, where)
+    keys = [f"{modules[name]}.weight" for name in TENSORS if name in modules]
+    add_samples(digest, verifier, where, [key for key in keys if key in where])
     return digest.hexdigest()
 
 

@@ -10,13 +10,18 @@ from common.verifier.files import model_file, weight_map
 if TYPE_CHECKING:
     import torch
 
-# Suffixes of the tensors' names; the shortest matching name wins, so that
-# `language_model.model.norm.weight` is found and layer norms are not.
+# What families call their modules; where a file has several of one kind, the first named here.
 TENSORS = {
-    "embed_tokens": ("embed_tokens.weight",),
-    "lm_head": ("lm_head.weight", "output.weight"),
-    "norm": ("model.norm.weight",),
-}
+    "embed_tokens": (
+        "embed_tokens", "word_embeddings", "tok_embeddings", "wte", "embed_in", "embeddings",
+        "embedding", "embed",
+    ),
+    "lm_head": ("lm_head", "output", "embed_out", "output_layer", "head"),
+    "norm": (
+        "norm", "norm_f", "ln_f", "final_layernorm", "final_layer_norm", "final_norm",
+        "embedding_norm",
+    ),
+}  # fmt: skip
 
 
 def read_tensors(verifier: Verifier, names: tuple[str, ...]) -> "dict[str, torch.Tensor]":
@@ -27,9 +32,14 @@ def read_tensors(verifier: Verifier, names: tuple[str, ...]) -> "dict[str, torch
     from safetensors import safe_open
 
     where = weight_map(verifier.path)
+    modules = find_modules(verifier, where)
     out = {}
     for name in names:
-        key = tensor_key(verifier, where, name)
+        key = f"{modules.get(name)}.weight"
+        if key not in where:
+            raise UserError(
+                f"{verifier.path}: no tensor named {' or '.join(TENSORS[name])} in its weights"
+            )
         path = model_file(verifier.path, where[key])
         if key not in read_header(path):
             raise UserError(
@@ -51,16 +61,54 @@ def read_tensors(verifier: Verifier, names: tuple[str, ...]) -> "dict[str, torch
     return out
 
 
-def tensor_key(verifier: Verifier, where: dict[str, str], name: str) -> str:
-    """Full name of embed_tokens, lm_head or norm; a tied head is the embedding."""
-    keys = [k for s in TENSORS[name] for k in where if k == s or k.endswith("." + s)]
-    if not keys and name == "lm_head" and tied(verifier):
-        keys = [k for k in where if k.endswith("embed_tokens.weight")]
-    if not keys:
-        raise UserError(f"{verifier.path}: no tensor named *{TENSORS[name][0]} in its weights")
-    return min(keys, key=len)
+def find_modules(verifier: Verifier, where: dict[str, str]) -> dict[str, str]:
+    """Names of the text model's embedding, head and final norm, of those that are known.
+
+    Of a wrapper's models the text model is the one with config.json's layers. The norm stands
+    beside the embedding, the head there or further out; a tied head is the embedding.
+
+    Args:
+        where: tensor name → file. A module is there whatever its tensors: lm_head.qweight too.
+    """
+    present = {key.rpartition(".")[0] for key in where}
+    embeddings = [
+        module
+        for module in present
+        if module.split(".")[-1] in TENSORS["embed_tokens"] and not in_layer(module)
+    ]
+    if not embeddings:
+        return {}
+    embedding = min(embeddings, key=lambda module: rank_embedding(module, verifier, present))
+    parents = embedding.split(".")[:-1]
+    outwards = [".".join(parents[:n]) for n in range(len(parents) + 1)]  # the root first
+    places = {"lm_head": outwards, "norm": outwards[-1:]}
+    modules = {"embed_tokens": embedding}
+    for name, folders in places.items():
+        known = [f"{folder}.{m}".lstrip(".") for m in TENSORS[name] for folder in folders]
+        module = next((m for m in known if m in present), None)
+        if module is not None:
+            modules[name] = module
+    if tied(verifier):
+        modules.setdefault("lm_head", embedding)
+    return modules
+
+
+def in_layer(name: str) -> bool:
+    return any(part.isdigit() for part in name.split("."))
+
+
+def rank_embedding(
+    module: str, verifier: Verifier, present: set[str]
+) -> tuple[bool, int, int, str]:
+    """Sorts embeddings: that of the model with config.json's layers, then the best-known name."""
+    inside, last = f"{module.rpartition('.')[0]}.".lstrip("."), f".{verifier.num_layers - 1}."
+    text = any(m.startswith(inside) and last in m[len(inside) :] for m in present)
+    return not text, TENSORS["embed_tokens"].index(module.split(".")[-1]), len(module), module
 
 
 def tied(verifier: Verifier) -> bool:
-    value = verifier.text.get("tie_word_embeddings", verifier.config.get("tie_word_embeddings"))
+    """Whether config.json lets the head be the embedding: a wrapper's word counts, as in vLLM."""
+    value = verifier.config.get("tie_word_embeddings")
+    if value is None:
+        value = verifier.text.get("tie_word_embeddings")
     return True if value is None else bool(value)  # transformers' default is True

@@ -7,13 +7,18 @@ from common.errors import UserError
 from common.manifest import recorded
 from common.tensor_files import TensorPlace, read_header
 from common.verifier.config import Verifier
-from common.verifier.files import optional_file, read_object, weight_map
+from common.verifier.files import model_file, optional_file, read_object, weight_map
 from common.verifier.fingerprint import fingerprint, weights_fingerprint
-from common.verifier.tensors import tensor_key
+from common.verifier.tensors import find_modules, in_layer
 
 # Families whose key projection has the plain shape.
 PLAIN_ATTENTION = ("llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
-FLOATS = ("F32", "F16", "BF16")
+FLOATS = ("F64", "F32", "F16", "BF16")
+DTYPES = {
+    "I8": "int8", "U8": "uint8", "I32": "int32",
+    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
+}  # fmt: skip
+CALLED = {"embed_tokens": "embedding", "lm_head": "output head", "norm": "final norm"}
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,7 @@ def check_weights(verifier: Verifier) -> Weights:
     """
     where = weight_map(verifier.path)
     names = sorted(set(where.values()))
+    check_norm(verifier, where)
     folder = Path(verifier.path)
     absent = [n for n in names if folder.is_dir() and not (folder / n).is_file()]
     size = 0
@@ -63,6 +69,38 @@ def identities(verifier: Verifier, weights: Weights, out: Path, dry_run: bool) -
     return {"verifier": fingerprint(verifier), "verifier_weights": weights_fingerprint(verifier)}
 
 
+def check_norm(verifier: Verifier, where: dict[str, str]) -> None:
+    """UserError where the final norm has a bias, which an RMSNorm has not."""
+    bias = f"{find_modules(verifier, where).get('norm')}.bias"
+    if bias in where:
+        raise UserError(
+            f"{Path(verifier.path) / where[bias]}: {bias} is a LayerNorm's, a draft's targets are"
+            " made with an RMSNorm; choose a verifier that ends in one"
+        )
+
+
+def check_stored(verifier: Verifier, dry_run: bool) -> None:
+    """UserError where embedding or head are stored quantised: by the files' headers, or by the
+    names in the index where the files are not here (a hub name's are fetched for a run)."""
+    where = weight_map(verifier.path)
+    for name, module in find_modules(verifier, where).items():
+        weight, stored = f"{module}.weight", [k for k in where if k.startswith(f"{module}.")]
+        key = weight if weight in where else min(stored)
+        path = Path(verifier.path) / where[key]
+        if not dry_run and not path.parent.is_dir():
+            path = model_file(verifier.path, where[key])
+        place = read_header(path).get(key) if path.is_file() else None
+        more = sorted(k for k in stored if k not in (key, f"{module}.bias"))
+        if key == weight and (place.dtype in FLOATS if place else not more):
+            continue
+        raise UserError(
+            f"{path}: the {CALLED[name]} is stored quantised, as {key}"
+            + (f" in {DTYPES.get(place.dtype, place.dtype)} {place.shape}" if place else "")
+            + (f" with {', '.join(more)}" if more else "")
+            + f"; use weights with the {CALLED[name]} in bfloat16, float16 or float32"
+        )
+
+
 def check_shapes(
     verifier: Verifier, where: dict[str, str], tensors: dict[str, TensorPlace]
 ) -> None:
@@ -78,29 +116,53 @@ def check_shapes(
             f"{Path(verifier.path) / where[odd[0]]}: has no {odd[0]}, which the index puts there;"
             " download both again"
         )
-    V, H, t = verifier.vocab_size, verifier.hidden_size, verifier.text
-    embedding = tensor_key(verifier, where, "embed_tokens")
-    want = {tensor_key(verifier, where, "norm"): [H], embedding: [V, H]}
-    want[tensor_key(verifier, where, "lm_head")] = [V, H]
-    layers = embedding.removesuffix("embed_tokens.weight") + "layers."
+    V, H = verifier.vocab_size, verifier.hidden_size
+    modules = find_modules(verifier, where)
+    want = {f"{modules.get('norm')}.weight": [H]}
+    want |= {f"{m}.weight": [V, H] for name, m in modules.items() if name != "norm"}
+    if "embed_tokens" in modules:
+        inside = modules["embed_tokens"].rpartition(".")[0]
+        layers = f"{inside}.layers." if inside else "layers."
+        check_depth(verifier, where, layers)
+        want |= key_projection(verifier, layers)
+        others = {k for k, place in tensors.items() if place.shape == [V, H] and not in_layer(k)}
+        if "lm_head" not in modules and not others - want.keys():
+            raise UserError(
+                f"{verifier.path}: its weights have no output head (lm_head.weight), and"
+                " config.json's tie_word_embeddings is false; finish the download or correct it"
+            )
+    for key, shape in want.items():
+        found = tensors.get(key)
+        if found and found.dtype in FLOATS and found.shape != shape:
+            raise UserError(
+                f"{Path(verifier.path) / where[key]}: {key} is {found.shape}, config.json asks for"
+                f" {shape}, and vLLM loads no other; are both of one model?"
+            )
+
+
+def check_depth(verifier: Verifier, where: dict[str, str], layers: str) -> None:
+    """UserError where the weights have another number of layers than config.json says.
+
+    `layers`: what their tensors' names begin with.
+    """
+    text = verifier.text
     numbers = {int(k.removeprefix(layers).split(".")[0]) for k in where if k.startswith(layers)}
-    extra = int(t.get("num_nextn_predict_layers") or 0)
+    extra = int(text.get("num_nextn_predict_layers") or text.get("num_mtp_modules") or 0)
     if numbers and not verifier.num_layers - 1 <= max(numbers) < verifier.num_layers + extra:
         raise UserError(
             f"{verifier.path}: config.json says num_hidden_layers {verifier.num_layers}, the"
             f" weights have layers 0 to {max(numbers)}"
         )
+
+
+def key_projection(verifier: Verifier, layers: str) -> dict[str, list[int]]:
+    """Name and shape of the first layer's key projection, in families where it is plain."""
+    H, t = verifier.hidden_size, verifier.text
     heads = t.get("num_attention_heads")
-    if heads and t.get("model_type") in PLAIN_ATTENTION:
-        kv_heads, dim = t.get("num_key_value_heads") or heads, t.get("head_dim") or H // heads
-        want[f"{layers}0.self_attn.k_proj.weight"] = [kv_heads * dim, H]
-    for key, shape in want.items():
-        found = tensors[key]
-        if found.dtype in FLOATS and found.shape != shape:
-            raise UserError(
-                f"{Path(verifier.path) / where[key]}: {key} is {found.shape}, config.json asks for"
-                f" {shape}; are both of one model?"
-            )
+    if not heads or t.get("model_type") not in PLAIN_ATTENTION:
+        return {}
+    kv_heads, dim = t.get("num_key_value_heads") or heads, t.get("head_dim") or H // heads
+    return {f"{layers}0.self_attn.k_proj.weight": [kv_heads * dim, H]}
 
 
 def require_weights(verifier: Verifier, weights: Weights) -> None:
