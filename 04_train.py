@@ -1,10 +1,10 @@
 """Stage 4: train an EAGLE-3 draft on 03's hidden states, with training-time test.
 
-Reads the prepared samples, the vocabulary map, the hidden states, and of the verifier only
-its embedding, head and final norm. Writes into --output-dir a checkpoint in speculators'
-format that vLLM loads as it is (config.json, model.safetensors), metrics.jsonl, curves.png
-and state/ for resuming. Run the same command again after a kill: it continues where the
-last state was saved, to the same bits.
+Reads the prepared samples, the vocabulary map, the hidden states, and the verifier's
+embedding, head and final norm, which 03 has left beside them: the verifier itself need not be
+here. Writes into --output-dir a checkpoint in speculators' format that vLLM loads as it is
+(config.json, model.safetensors), metrics.jsonl, curves.png and state/ for resuming. Run the
+same command again after a kill: it continues where the last state was saved, to the same bits.
 """
 
 import os
@@ -35,7 +35,7 @@ def parse_args() -> TrainSettings:
     add_draft_flags(p)
     add_run_flags(p)
     p.add_common("--seed", "--dry-run", "--overwrite", "--trust-remote-code")
-    p.need("--model-path", "--prepared-data", "--vocab-map", "--hidden-states", "--output-dir")
+    p.need("--prepared-data", "--vocab-map", "--hidden-states", "--output-dir")
     args = p.parse()
     if args.norm_before_fc is None:
         args.norm_before_fc = not args.fc_norm
@@ -126,11 +126,9 @@ def check(settings: TrainSettings, ranks: "Ranks") -> "TrainJob | None":
     returns None when there is nothing to do."""
     from common.training import inputs
     from common.training.state import check_state
-    from common.verifier.config import load_verifier
 
-    verifier = load_verifier(settings.model_path)
-    data = inputs.open_data(settings, verifier)
-    shape = inputs.check_shape(settings, verifier, data)
+    data = inputs.open_data(settings)
+    shape = inputs.check_shape(settings, data)
     identities = dict(data.identities)
     if settings.init_from:
         file = Path(settings.init_from) / "model.safetensors"
@@ -148,7 +146,7 @@ def check(settings: TrainSettings, ranks: "Ranks") -> "TrainJob | None":
     inputs.check_packages(settings)
 
     # ---------------------------------------------------------------- plan
-    job = inputs.plan_job(settings, output, verifier, shape, data)
+    job = inputs.plan_job(settings, output, shape, data)
     log_plan(job, ranks)
     inputs.check_resources(job, ranks)
     if ranks.first and not settings.dry_run:
@@ -224,7 +222,7 @@ def train(job: "TrainJob", ranks: "Ranks") -> Result:
         final = heldout.weights or {n: p.detach() for n, p in trainer.draft.named_parameters()}
         d2t, t2d = torch.from_numpy(data.d2t), torch.from_numpy(data.t2d)
         aux, depths, dtype = data.layers[:-1], settings.ttt_steps, settings.dtype
-        export_draft(settings.out, job.shape, final, job.verifier, aux, depths, d2t, t2d, dtype)
+        export_draft(settings.out, job.shape, final, data.verifier, aux, depths, d2t, t2d, dtype)
     return Result(heldout.best, steps, seconds)
 
 
@@ -300,7 +298,7 @@ def report(job: "TrainJob", result: Result, elapsed: float) -> None:
 
     out, heldout = job.settings.out, result.heldout
     draw_curves(out)
-    check_draft(out, job.verifier)
+    check_draft(out, job.data.verifier)
     tokens = sum(step.tokens for step in job.steps[: result.steps])
     counts = {
         "samples": len(job.train),

@@ -26,6 +26,7 @@ from common.draft.model import Eagle3Draft, initialize
 from common.draft.packed_row import PackedRow, make_row
 from common.training.optimizers import make_optimizers
 from common.training.step import Target, Trainer
+from common.verifier.head import HeadFacts
 
 WARM_UP = 4
 # By a part of the kernel's name, first match.
@@ -121,11 +122,13 @@ def main() -> None:
         head = torch.randn(a.vocab_size, a.hidden_size, dtype=dtype) * 0.02
         tokens = torch.arange(a.draft_vocab_size)
         target = Target(
+            HeadFacts("bfloat16", False, 1e-6),
+            bias_V=None,
+            bias_D=None,
             embed_VH=torch.randn(a.vocab_size, a.hidden_size, dtype=dtype),
             head_VH=head,
             head_DH=head[tokens],
             norm_H=torch.ones(a.hidden_size),
-            eps=1e-6,
             token_D=tokens,
         )
         draft = Eagle3Draft(shape)

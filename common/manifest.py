@@ -41,7 +41,8 @@ PROBE = ".probe"  # files of 03's self-check, until it ends
 # Names that stages write, complete or partial: what --overwrite may delete.
 OURS = (
     MANIFEST, LOCK, ".*.partial", PROBE, "plan.json", "sample_lengths.json", "journal.jsonl",
-    "rows_*-*", "shard-*-of-*", "coverage.png", "metrics.jsonl", "curves.png", "tensorboard",
+    "verifier_head.safetensors", "verifier_head.json", "rows_*-*", "shard-*-of-*", "coverage.png",
+    "metrics.jsonl", "curves.png", "tensorboard",
     *RESUMED, *(n for names in STAGE_FILES.values() if names != DRAFT for n in names),
 )  # fmt: skip
 _locks: list[IO] = []  # open until the process ends

@@ -11,11 +11,12 @@ import torch
 from common import vml
 from common.extraction.capture import CaptureMethods
 from common.serving.worker_hooks import ServingMethods
+from common.verifier.loaded_head import HeadMethods
 
 vml.choose_kernels()  # vLLM imports this first, then loads the model and makes its rotary table
 
 
-class WorkerExtension(CaptureMethods, ServingMethods):
+class WorkerExtension(CaptureMethods, HeadMethods, ServingMethods):
     """Worker methods, called on all ranks by collective_rpc.
 
     A shell sends Ctrl-C, and often SIGTERM, to the process group. Workers that react

@@ -14,12 +14,13 @@ from common.extraction.capture import CaptureError
 from common.extraction.preflight import resolve_capture
 from common.extraction.selfcheck import check_final_layer, check_received
 from common.extraction.settings import ExtractSettings
+from common.extraction.verifier_head import write_head
 from common.extraction.writer import match_rows
-from common.states.files import file_checksum, hidden_file, read_hidden
+from common.states.files import hidden_file, read_hidden
+from common.tensor_files import file_checksum
 from common.verifier.config import load_verifier
 from common.verifier.decoder import find_decoder
 from common.verifier.engine import start_engine, stop_engine
-from common.verifier.tensors import read_tensors
 
 pytestmark = pytest.mark.quick
 
@@ -60,6 +61,7 @@ def captured(smollm2, tokenizer, tmp_path_factory):
         return outputs
 
     folder = tmp_path_factory.mktemp("captured")
+    head = write_head(llm, model, folder / "head.safetensors")
     engine.rank0(llm, "capture_check_layers", True)
     outputs = run(samples[:4], folder / "together", prompt_logprobs=0)
     received = engine.rank0(llm, "capture_check_layers", False)
@@ -74,7 +76,11 @@ def captured(smollm2, tokenizer, tmp_path_factory):
         for (i, ids), o in zip(samples[:4], outputs, strict=True)
     }
     return {"folder": folder, "samples": samples, "received": received, "logprobs": logprobs,
+<<<<<<< HEAD
             "model": model, "found": found}  # fmt: skip
+=======
+            "head": head}  # fmt: skip
+>>>>>>> 90f20dd (03 takes embedding, head and final norm from the loaded verifier and writes them once beside the states; 04 opens no file of the verifier)
 
 
 @pytest.mark.parametrize("layout", ["together", "alone", "reversed"])
@@ -113,11 +119,8 @@ def test_layers_are_what_the_next_receives(captured):
 
 
 def test_final_layer_reproduces_the_logprobs_and_the_one_before_does_not(captured, tmp_path):
-    tensors = read_tensors(captured["model"], ("norm", "lm_head"))
-    eps = captured["model"].rms_norm_eps
-    norm, head = tensors["norm"].float(), tensors["lm_head"].float()
     found = check_final_layer(
-        captured["folder"] / "together", captured["logprobs"], norm, head, eps
+        captured["folder"] / "together", captured["logprobs"], captured["head"]
     )
     assert found.mean < 1e-4
     assert found.tokens == sum(len(ids) - 1 for _, ids in captured["samples"][:4])
@@ -125,7 +128,7 @@ def test_final_layer_reproduces_the_logprobs_and_the_one_before_does_not(capture
         hidden_TLH, ids_T = read_hidden(hidden_file(captured["folder"] / "together", index))
         write_sample(tmp_path, index, hidden_TLH[:, :-1], ids_T)  # ends at layer 27
     with pytest.raises(UserError, match="does not reproduce the verifier's log-probabilities"):
-        check_final_layer(tmp_path, captured["logprobs"], norm, head, eps)
+        check_final_layer(tmp_path, captured["logprobs"], captured["head"])
 
 
 def write_sample(folder, index, hidden_TLH, ids_T):

@@ -13,6 +13,7 @@ from common.draft.packed_row import make_row
 from common.training.heldout import acceptance_rates, heldout_counts
 from common.training.optimizers import make_optimizers, optimizer_state
 from common.training.step import Target, step_loss
+from common.verifier.head import HeadFacts
 
 pytestmark = pytest.mark.quick
 
@@ -41,11 +42,13 @@ def target():
     tokens = torch.sort(torch.randperm(V, generator=g)[:D]).values
     head = torch.randn(V, H, generator=g) * 0.1
     return Target(
+        HeadFacts("float32", False, 1e-6),
+        bias_V=None,
+        bias_D=None,
         embed_VH=torch.randn(V, H, generator=g),
         head_VH=head,
         head_DH=head[tokens],
         norm_H=torch.rand(H, generator=g) + 0.5,
-        eps=1e-6,
         token_D=tokens,
     )
 
@@ -248,8 +251,9 @@ def easy_target():
     tokens = torch.tensor([1, 2, 4])
     head = torch.randn(5, H, generator=g)
     return Target(
+        HeadFacts("float32", False, 1e-6), bias_V=None, bias_D=None,
         embed_VH=torch.randn(5, H, generator=g), head_VH=head, head_DH=head[tokens],
-        norm_H=torch.rand(H, generator=g) + 0.5, eps=1e-6, token_D=tokens,
+        norm_H=torch.rand(H, generator=g) + 0.5, token_D=tokens,
     )  # fmt: skip
 
 

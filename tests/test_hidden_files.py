@@ -181,7 +181,7 @@ def not_finite(path):
 )
 def test_verify_finds_what_is_wrong(tiny_stages, tmp_path, spoil, journal, text):
     """`journal`: journal and manifest are made to agree, so that the next check is reached."""
-    from common.states.files import file_checksum
+    from common.tensor_files import file_checksum
 
     out = tmp_path / "hidden"
     shutil.copytree(tiny_stages["hidden"], out)

@@ -17,7 +17,7 @@ from common.draft.compiled import region
 from common.draft.config import DraftShape
 from common.draft.linear_products import LinearProducts
 from common.draft.packed_row import PackedRow
-from common.verifier.head import rms_norm
+from common.verifier.logits import rms_norm
 
 rms_norm_region = region(rms_norm)
 

@@ -1,5 +1,6 @@
 """What can be known before the verifier loads: flags against its config, the plan, memory."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from common.states.journal import (
     read_plan,
 )
 from common.verifier.config import Verifier
+from common.verifier.head import HEAD_FILE
 from common.verifier.weights import Weights
 
 STORAGE = {"bf16": "bfloat16", "fp8": "float8_e4m3fn"}
@@ -169,12 +171,14 @@ def plan_work(
     todo = [Batch(n, indices) for n, indices in enumerate(plan.batches) if n not in done]
     if len(missing_samples(done)) > settings.allow_missing:
         todo += [Batch(n, [*entry.missing]) for n, entry in done.items() if entry.missing]
-    indices = [i for batch in todo for i in batch.indices]
-    if state != "none" and todo:
-        found = read_samples(prepared, settings.max_samples, verifier.vocab_size, {*indices})
+    work = Work(capture, output, plan, done, todo, samples, settings.max_batch_tokens)
+    indices = {i for batch in work.probed for i in batch.indices}
+    if not todo and work.has_head:  # nothing to do
+        return work
+    if state != "none":
+        found = read_samples(prepared, settings.max_samples, verifier.vocab_size, indices)
         samples = {s.index: s for s in found}
-    needed = {i: samples[i] for i in indices}
-    return Work(capture, output, plan, done, todo, needed, settings.max_batch_tokens)
+    return replace(work, samples={i: samples[i] for i in sorted(indices)})
 
 
 def check_plan(settings: ExtractSettings, weights: Weights, work: Work) -> None:
@@ -232,6 +236,8 @@ def work_lines(settings: ExtractSettings, work: Work) -> dict[str, str]:
         "disk": f"{work.todo_bytes / GB:.2f} GB in {work.capture.form.dtype} to write,"
         f" {free_space(out) / GB:.1f} GB free",
     }
+    if not work.has_head:
+        lines["head"] = f"{work.head_bytes / GB:.2f} GB in {work.head_folder / HEAD_FILE}"
     if done:
         finished = sum(plan.lengths[i] for entry in done.values() for i in entry.checksums)
         rate = finished / max(1e-9, sum(entry.seconds for entry in done.values()))

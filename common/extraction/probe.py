@@ -16,10 +16,12 @@ from common.extraction.engine import (
     start_capture,
     written,
 )
+from common.extraction.verifier_head import WATCHED_TOKENS, embedding_scale
 from common.extraction.work import Work
 from common.manifest import PROBE
 from common.progress import log
 from common.states.files import hidden_file
+from common.verifier.logits import VerifierHead
 
 # Prompt log-probabilities build [T, V] logits that vLLM's memory profiling does not count.
 PROBE_TOKENS = 256
@@ -29,36 +31,48 @@ NOT_FINITE = "gives NaN or Inf"
 
 
 @dataclass(frozen=True)
+class Proof:
+    """indices: the samples probed; logprob_difference: mean |difference|; embedding_scale: see
+    HeadFacts. None where nothing could be probed."""
+
+    indices: list[int]
+    logprob_difference: float | None
+    embedding_scale: float | None
+
+
+@dataclass(frozen=True)
 class Probed:
     """One forward pass over the beginnings of samples.
 
     outputs: vLLM's, with prompt log-probabilities; received: layer → relative difference from what
-    the next layer received; bad: samples that are not finite.
+    the next layer received; watched: token ids [N] and what entered layer 0 of them [N, H]; bad:
+    samples that are not finite.
     """
 
     indices: list[int]
     outputs: list
     received: dict[int, float]
+    watched: tuple[torch.Tensor, torch.Tensor]
     bad: list[int]
 
 
-def run_probe(llm: Any, work: Work, head: dict[str, torch.Tensor], resumed: bool) -> list[int]:
+def run_probe(llm: Any, work: Work, head: VerifierHead, resumed: bool) -> Proof:
     """Check the capture on the beginnings of a few samples, before any data.
 
     The probe's files keep the verifier's dtype; they stay in PROBE for check_first_batch.
 
     Args:
-        head: the verifier's norm [H] and lm_head [V, H].
+        head: to be proven beside the states.
         resumed: an earlier run has finished batches, so the verifier is sound.
 
     Returns:
-        The samples probed. Those whose states are not finite, or whose forward pass fails, are left
+        What was proven. Samples whose states are not finite, or whose forward pass fails, are left
         out (they are found again, and skipped, in their own batch); UserError when none are left.
     """
     waiting = probe_order(work)
     if not waiting:
         log("self-check: not possible, every sample left is a single token")
-        return []
+        return Proof([], None, None)
     room = max(1, min(PROBE_SAMPLES, work.max_batch_tokens // PROBE_TOKENS))
     tokens = min(work.max_batch_tokens, PROBE_SAMPLES * PROBE_TOKENS)
     start_capture(llm, work.capture, tokens, work.capture.verifier_dtype)
@@ -77,8 +91,7 @@ def run_probe(llm: Any, work: Work, head: dict[str, torch.Tensor], resumed: bool
             continue
         if not probed.bad:
             rank0(llm, "capture_stop")
-            check_probe(work, head, probed)
-            return indices
+            return check_probe(work, head, probed)
         why = f"sample {work.samples[probed.bad[0]].id!r} {NOT_FINITE}"
         log(f"self-check: {why}; probing others")
         waiting = [i for i in indices if i not in probed.bad] + waiting
@@ -86,7 +99,7 @@ def run_probe(llm: Any, work: Work, head: dict[str, torch.Tensor], resumed: bool
     rank0(llm, "capture_stop")
     if resumed:
         log(f"self-check: not repeated, every sample tried failed ({why})")
-        return []
+        return Proof([], None, None)
     hint = ". Are the verifier's weights right?" if NOT_FINITE in why else ""
     raise UserError(f"every sample probed failed ({why}); nothing was written{hint}")
 
@@ -97,7 +110,7 @@ def probe_order(work: Work) -> list[int]:
     The others are taken from all over the plan, in which neighbours are alike in length: what
     is wrong with the longest need not be wrong with the rest. Single tokens prove nothing.
     """
-    first, *others = (batch.indices for batch in work.todo)
+    first, *others = (batch.indices for batch in work.probed)
     turns = zip_longest(*others[:: max(1, len(others) // 32)])
     order = [*first, *(i for turn in turns for i in turn if i is not None)]
     return [i for i in order if len(work.samples[i].input_ids) > 1]
@@ -109,31 +122,35 @@ def probe(llm: Any, work: Work, indices: list[int]) -> Probed:
     shutil.rmtree(folder, ignore_errors=True)
     samples = work.inputs(indices, PROBE_TOKENS)
     rank0(llm, "capture_check_layers", True)
+    llm.collective_rpc("head_watch", args=(work.capture.verifier.num_layers, WATCHED_TOKENS))
     outputs = forward(llm, samples, prompt_logprobs=0)
     received = rank0(llm, "capture_check_layers", False)
+    watched = rank0(llm, "head_watched")
     finished = written(rank0(llm, "capture_submit", 0, samples, str(folder)))
     (result,) = finished + rank0(llm, "capture_finish")
     result.raise_error()
-    return Probed(indices, outputs, received, result.bad)
+    return Probed(indices, outputs, received, watched, result.bad)
 
 
-def check_probe(work: Work, head: dict[str, torch.Tensor], probed: Probed) -> None:
-    """The probe's states against the verifier's log-probabilities and the layers' inputs."""
-    layers, verifier = work.capture.layers, work.capture.verifier
-    selfcheck.check_received(probed.received, layers, verifier.num_layers)
+def check_probe(work: Work, head: VerifierHead, probed: Probed) -> Proof:
+    """The probe's states against the verifier's log-probabilities and the layers' inputs, and the
+    embedding against layer 0's."""
+    layers, num_layers = work.capture.layers, work.capture.verifier.num_layers
+    selfcheck.check_received(probed.received, layers, num_layers)
+    scale = embedding_scale(head, *probed.watched)
     samples = work.inputs(probed.indices, PROBE_TOKENS)
     theirs = {
         i: [p[t].logprob for t, p in zip(ids.tolist()[1:], o.prompt_logprobs[1:], strict=True)]
         for (i, ids), o in zip(samples, probed.outputs, strict=True)
     }
-    found = selfcheck.check_final_layer(
-        work.out / PROBE, theirs, head["norm"], head["lm_head"], verifier.rms_norm_eps
-    )
+    found = selfcheck.check_final_layer(work.out / PROBE, theirs, head)
     log(
         f"self-check: the final layer reproduces the verifier's log-probabilities (mean"
         f" |difference| {found.mean:.2g} over {found.tokens} tokens), layers {layers[:-1]} are what"
-        " the next layer receives"
+        " the next layer receives, layer 0 receives the embedding"
+        + (f" times {scale:g}" if scale != 1 else "")
     )
+    return Proof(probed.indices, found.mean, scale)
 
 
 def check_first_batch(work: Work, batch: list[int], checked: list[int]) -> None:

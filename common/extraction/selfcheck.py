@@ -13,7 +13,7 @@ import torch
 
 from common.errors import UserError
 from common.states.files import FP8, hidden_file, read_hidden
-from common.verifier.head import next_token_logprobs
+from common.verifier.logits import VerifierHead, next_token_logprobs
 
 # Mean |difference| of log-probabilities: right states give 5e-6 in float32 and 0.015 in
 # bfloat16; states of the layer before give 3.8.
@@ -35,9 +35,7 @@ class LogprobDifference:
 def check_final_layer(
     folder: Path,
     logprobs: dict[int, list[float]],
-    norm_H: torch.Tensor,
-    head_VH: torch.Tensor,
-    eps: float,
+    head: VerifierHead,
 ) -> LogprobDifference:
     """Compare stored probe states with the verifier's log-probabilities.
 
@@ -50,7 +48,7 @@ def check_final_layer(
     differences = []
     for index, theirs in logprobs.items():
         hidden_TLH, ids_T = read_hidden(hidden_file(folder, index))
-        ours = next_token_logprobs(hidden_TLH[:, -1], ids_T, norm_H, head_VH, eps)
+        ours = next_token_logprobs(hidden_TLH[:, -1], ids_T, head)
         differences.append((ours - torch.tensor(theirs)).abs())
     all_differences = torch.cat(differences)
     mean = float(all_differences.mean())

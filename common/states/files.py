@@ -12,9 +12,6 @@
 A folder holds either those files, or shard folders `shard-<i>-of-<n>` with them.
 """
 
-import json
-import math
-import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +21,7 @@ import xxhash
 
 from common.artifacts import atomic_file
 from common.errors import UserError
-from common.tensor_files import TensorPlace, read_header
+from common.tensor_files import DTYPES, ITEM_BYTES, TensorPlace, header_bytes, read_header
 
 if TYPE_CHECKING:
     import torch
@@ -32,9 +29,6 @@ if TYPE_CHECKING:
 ROWS_PER_FOLDER = 1000
 FP8 = "float8_e4m3fn"
 FP8_MAX = 448.0
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, FP8: 1}
-SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", FP8: "F8_E4M3"}
-ITEM_BYTES = {"I64": 8, **{SAFETENSORS_DTYPES[d]: n for d, n in DTYPE_BYTES.items()}}
 
 
 def hidden_file(folder: Path, index: int) -> Path:
@@ -57,7 +51,7 @@ class StatesFormat:
         """Bytes on disk of one token: its states, their scales and its id (Kimi-K2.5: 57,352 in
         bfloat16, 28,696 in float8)."""
         scales = 4 * self.layers if self.dtype == FP8 else 0
-        return self.layers * self.hidden_size * DTYPE_BYTES[self.dtype] + scales + 8
+        return self.layers * self.hidden_size * ITEM_BYTES[DTYPES[self.dtype]] + scales + 8
 
     def tensors(self, tokens: int) -> dict[str, tuple[str, list[int]]]:
         """The tensors of a file of so many tokens: name → (dtype as safetensors names it, shape),
@@ -66,25 +60,15 @@ class StatesFormat:
         if self.dtype == FP8:
             found["hidden_states_scale"] = ("F32", [tokens, self.layers])
         shape = [tokens, self.layers, self.hidden_size]
-        return found | {"hidden_states": (SAFETENSORS_DTYPES[self.dtype], shape)}
+        return found | {"hidden_states": (DTYPES[self.dtype], shape)}
 
 
 # ---------------------------------------------------------------- writing
 
 
 def file_header(tokens: int, form: StatesFormat) -> bytes:
-    """What a safetensors file begins with: its length, the JSON of its tensors, padding.
-
-    Source: the format's description, https://github.com/huggingface/safetensors.
-    """
-    described, offset = {}, 0
-    for name, (kind, shape) in form.tensors(tokens).items():
-        end = offset + math.prod(shape) * ITEM_BYTES[kind]
-        described[name] = {"dtype": kind, "shape": shape, "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(described, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text
+    """What a sample's file begins with."""
+    return header_bytes(form.tensors(tokens))
 
 
 def file_bytes(tokens: int, form: StatesFormat) -> int:
@@ -104,15 +88,6 @@ def write_parts(path: Path, parts: "list[memoryview]") -> str:
         for part in parts:
             checksum.update(part)
             f.write(part)
-    return checksum.hexdigest()
-
-
-def file_checksum(path: Path) -> str:
-    """xxh3_128 of a file's bytes."""
-    checksum = xxhash.xxh3_128()
-    with open(path, "rb") as f:
-        while chunk := f.read(1 << 24):
-            checksum.update(chunk)
     return checksum.hexdigest()
 
 

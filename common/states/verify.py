@@ -12,7 +12,7 @@ from common.data.samples import read_samples
 from common.errors import UserError
 from common.manifest import read_manifest
 from common.progress import Progress, log
-from common.states.files import FP8, check_hidden_file, file_checksum
+from common.states.files import FP8, check_hidden_file
 from common.states.folder import HiddenFolder
 from common.states.journal import (
     LENGTHS,
@@ -22,6 +22,7 @@ from common.states.journal import (
     read_entries,
     read_plan,
 )
+from common.tensor_files import file_checksum
 
 VERIFY_AHEAD = 64  # files read beside the one whose result is waited for
 

@@ -98,25 +98,20 @@ def heldout_counts(
         shallower depth (those that a server would come to verify); hits among these.
     """
     device = row.ids_T.device
-    theirs_U = argmax_ids(target.normed(row), target.head_VH)
+    theirs_U = target.tokens(row)
     out = torch.zeros(len(row.tokens_KN), 4, dtype=torch.int64)
     chain_N = torch.ones(len(row.query_N), dtype=torch.bool, device=device)
     states = ttt_states(draft, linears, target.embed_VH, row)
     head_DH = linears.copy(draft.lm_head.weight)
     for k, (one, state_NH) in enumerate(zip(row.losses, states, strict=True)):
         at_n, theirs_n = one.at_n[: one.real], theirs_U[one.target_n[: one.real]]
-        ours_n = argmax_ids(draft.norm(state_NH[at_n]), head_DH)
+        normed_nH = draft.norm(state_NH[at_n])
+        ours_n = torch.cat([(x @ head_DH.T).argmax(-1) for x in normed_nH.split(512)])
         hit_n = target.token_D[ours_n] == theirs_n
         tried = int(chain_N[at_n].sum())
         chain_N[at_n] &= hit_n
         out[k] = torch.tensor([one.real, int(hit_n.sum()), tried, int(chain_N[at_n].sum())])
     return out
-
-
-def argmax_ids(states_nH: torch.Tensor, head_XH: torch.Tensor) -> torch.Tensor:
-    """argmax of states @ head.T, int64 [n], 512 rows at a time: the logits of a verifier's
-    vocabulary would fill a GPU."""
-    return torch.cat([(x @ head_XH.T).argmax(-1) for x in states_nH.split(512)])
 
 
 def acceptance_rates(counts: torch.Tensor) -> dict[str, Any]:

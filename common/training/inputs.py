@@ -28,15 +28,17 @@ from common.states.folder import HiddenFolder, open_hidden
 from common.training.packing import Step, plan_steps, split_samples
 from common.training.ranks import Ranks
 from common.training.settings import TrainSettings
-from common.verifier.config import Verifier
-from common.verifier.fingerprint import fingerprint
+from common.verifier.config import Verifier, load_verifier
+from common.verifier.fingerprint import fingerprint, weights_fingerprint
+from common.verifier.head import HEAD_FILE, HEAD_MANIFEST, HeadManifest, read_head_manifest
 
 
 @dataclass(frozen=True)
 class TrainData:
     """What earlier stages have made.
 
-    d2t: int64 [draft vocabulary], offsets; t2d: bool [verifier's vocabulary]; layers: those
+    d2t: int64 [draft vocabulary], offsets; t2d: bool [verifier's vocabulary]; head, verifier: as
+    03 noted them beside the states, none of the verifier's files is opened; layers: those
     captured, ascending, the final one last; samples: by index, those with hidden states;
     identities: the inputs of 04's manifest.
     """
@@ -45,6 +47,8 @@ class TrainData:
     d2t: np.ndarray
     t2d: np.ndarray
     hidden: HiddenFolder
+    head: HeadManifest
+    verifier: Verifier
     layers: list[int]
     samples: dict[int, Sample]
     identities: dict[str, Any]
@@ -60,7 +64,6 @@ class TrainJob:
 
     settings: TrainSettings
     output: Output
-    verifier: Verifier
     shape: DraftShape
     data: TrainData
     train: dict[int, int]
@@ -72,34 +75,54 @@ class TrainJob:
 # ---------------------------------------------------------------- inputs
 
 
-def open_data(settings: TrainSettings, verifier: Verifier) -> TrainData:
+def open_data(settings: TrainSettings) -> TrainData:
     """UserError where folders are incomplete, do not belong together, or hold the output."""
     prepared, vocab_map = prepared_folder(settings.prepared_data), Path(settings.vocab_map)
-    init = [settings.init_from] if settings.init_from else []
-    artifacts.check_apart(
-        settings.out, settings.model_path, prepared, vocab_map, settings.hidden_states, *init
-    )
+    others = [p for p in (settings.init_from, settings.model_path) if p]
+    artifacts.check_apart(settings.out, prepared, vocab_map, settings.hidden_states, *others)
+    hidden = open_hidden(Path(settings.hidden_states))
+    head = open_head(settings, hidden)
+    verifier = head.make_verifier(hidden.path)
     d2t, t2d = load_map(vocab_map, verifier.vocab_size)
     vocab_manifest = read_manifest(vocab_map, "vocab")
-    hidden = open_hidden(Path(settings.hidden_states))
     identities = {
         "prepared": prepared_identity(prepared),
         "vocab": vocab_manifest.content_sha256,
         "extract": hidden.content_sha256,
-        "verifier": fingerprint(verifier),
+        "verifier": head.verifier,
     }
     check_prepared(identities["prepared"], prepared, vocab_map, vocab_manifest, hidden)
-    must_match(
-        "verifier",
-        hidden.path,
-        hidden.inputs.get("verifier"),
-        Path(settings.model_path),
-        identities["verifier"],
-        "pass the --model-path that 03 was run with, or run 03 on this one",
-    )
     layers = check_captured_layers(settings.layers, verifier, hidden)
     samples = read_checked_samples(settings, prepared, hidden, verifier)
-    return TrainData(prepared, d2t, t2d, hidden, layers, samples, identities)
+    return TrainData(prepared, d2t, t2d, hidden, head, verifier, layers, samples, identities)
+
+
+def open_head(settings: TrainSettings, hidden: HiddenFolder) -> HeadManifest:
+    """The verifier's head beside the states; UserError where it is missing or of another verifier.
+
+    Where --model-path is a folder here, it must be the verifier of the states; where not, it is
+    only a name.
+    """
+    head = read_head_manifest(hidden.path)
+    if head is None:
+        raise UserError(
+            f"{hidden.path}: has no {HEAD_FILE}, an earlier version made it; run the command again"
+            f" that made it (python 03_extract_hidden_states.py --prepared-data"
+            f" {settings.prepared_data} --output-dir {hidden.path} and its other flags), which adds"
+            " it and extracts nothing again"
+        )
+    for name in ("verifier", "verifier_weights"):
+        remedy = f"delete {hidden.path / HEAD_MANIFEST} and run 03's command again"
+        mine = getattr(head, name)
+        must_match(name, hidden.path / HEAD_FILE, mine, hidden.path, hidden.inputs[name], remedy)
+    here = Path(settings.model_path or head.name)
+    if settings.model_path and (here / "config.json").is_file():
+        given = load_verifier(settings.model_path)
+        remedy = "pass the --model-path that 03 was run with, or leave it"
+        theirs = {"verifier": fingerprint(given), "verifier_weights": weights_fingerprint(given)}
+        for name, identity in theirs.items():
+            must_match(name, hidden.path, hidden.inputs[name], here, identity, remedy)
+    return head
 
 
 def check_prepared(
@@ -186,12 +209,12 @@ def choose_compute(settings: TrainSettings) -> TrainSettings:
     return replace(settings, device=device, compute_dtype=dtype)
 
 
-def check_shape(settings: TrainSettings, verifier: Verifier, data: TrainData) -> DraftShape:
+def check_shape(settings: TrainSettings, data: TrainData) -> DraftShape:
     """The draft's shape, which the device and --init-from must fit."""
     aux = data.layers[:-1]
     shape = draft_shape(
         settings.draft_shape,
-        verifier,
+        data.verifier,
         len(aux),
         len(data.d2t),
         norm_before_residual=settings.norm_before_residual,
@@ -231,7 +254,7 @@ def content_settings(settings: TrainSettings, shape: DraftShape, data: TrainData
 
 
 def plan_job(
-    settings: TrainSettings, output: Output, verifier: Verifier, shape: DraftShape, data: TrainData
+    settings: TrainSettings, output: Output, shape: DraftShape, data: TrainData
 ) -> TrainJob:
     """Split the samples and pack them into steps; UserError where that leaves none."""
     train, held = split_samples(data.samples, settings.heldout_fraction, settings.loss_rule)
@@ -246,7 +269,7 @@ def plan_job(
         )
     rows, budget = settings.rows_per_step or 1, settings.max_batch_tokens
     steps = plan_steps(train, budget, settings.epochs, settings.seed, rows)
-    return TrainJob(settings, output, verifier, shape, data, train, held, steps, rows)
+    return TrainJob(settings, output, shape, data, train, held, steps, rows)
 
 
 def check_packages(settings: TrainSettings) -> None:
@@ -283,4 +306,4 @@ def check_resources(job: TrainJob, ranks: Ranks) -> None:
             )
     if ranks.first:  # last, for it takes seconds
         aux, depths = job.data.layers[:-1], settings.ttt_steps
-        speculators_draft(job.shape, job.verifier, aux, depths, settings.dtype)
+        speculators_draft(job.shape, job.data.verifier, aux, depths, settings.dtype)

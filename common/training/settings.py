@@ -16,7 +16,7 @@ class TrainSettings:
     and the script's check.
     """
 
-    model_path: str
+    model_path: str | None
     prepared_data: str
     vocab_map: str
     hidden_states: str

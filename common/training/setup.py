@@ -19,7 +19,8 @@ from common.training.packing import pack_rows
 from common.training.ranks import Ranks
 from common.training.state import latest_state, load_state
 from common.training.step import Target, Trainer
-from common.verifier.tensors import read_tensors
+from common.verifier.head import HEAD_FILE
+from common.verifier.logits import read_head
 
 
 @dataclass(frozen=True)
@@ -66,24 +67,27 @@ def set_up(job: TrainJob, ranks: Ranks) -> Training:
 
 
 def build_draft(job: TrainJob) -> tuple[Target, Eagle3Draft]:
-    """Return (target, fresh float32 draft) on the device; of the verifier, three tensors are
-    read."""
+    """Return (target, fresh float32 draft) on the device."""
     device, dtype, d2t = job.settings.device, job.settings.dtype, job.data.d2t
-    tensors = read_tensors(job.verifier, ("embed_tokens", "lm_head", "norm"))
+    head = read_head(job.data.hidden.path / HEAD_FILE, job.data.head.facts)
     token_D = torch.from_numpy(d2t + np.arange(len(d2t))).to(device)
-    head_VH = tensors["lm_head"].to(device)
+    head_VH = head.head_VH.to(device)
+    bias_V = None if head.bias_V is None else head.bias_V.to(device, dtype)
     target = Target(
-        embed_VH=tensors["embed_tokens"].to(device, dtype),
+        facts=head.facts,
+        embed_VH=head.embed_VH.to(device, dtype),
         head_VH=head_VH.to(dtype),
+        bias_V=bias_V,
         head_DH=head_VH[token_D].to(dtype),
-        norm_H=tensors["norm"].to(device, torch.float32),
-        eps=job.verifier.rms_norm_eps,
+        bias_D=None if bias_V is None else bias_V[token_D],
+        norm_H=head.norm_H.to(device),
         token_D=token_D,
     )
     torch.manual_seed(job.settings.seed)
     with torch.device(device):
         draft = Eagle3Draft(job.shape)
-    initialize(draft, head_VH[token_D])
+    # a server scales none of a draft's logits
+    initialize(draft, head_VH[token_D] * head.facts.logit_scale)
     return target, draft
 
 

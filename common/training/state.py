@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from common.artifacts import fsync_folder, read_json, write_json
 from common.errors import UserError, again
 from common.progress import log
-from common.states.files import file_checksum
+from common.tensor_files import file_checksum
 from common.training.optimizers import optimizer_state, restore_optimizer_state
 from common.training.step import Trainer
 

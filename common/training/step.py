@@ -18,27 +18,42 @@ from common.draft.model import Eagle3Draft, rms_norm_region, ttt_states
 from common.draft.packed_row import PackedRow
 from common.errors import UserError
 from common.training.ranks import ALONE, GradientSum, Ranks
+from common.verifier.head import HeadFacts
+from common.verifier.logits import verifier_logits
 
 
 @dataclass(frozen=True)
 class Target:
     """The verifier's side of the loss: its tensors, frozen, on the training device.
 
-    embed_VH, head_VH: embedding and head; head_DH: the head's rows of the draft's vocabulary, all
-    in the compute dtype; norm_H (float32), eps: final norm; token_D: the verifier's token of each
-    id of the draft's vocabulary.
+    embed_VH, head_VH, bias_V: embedding and head (bias None without one); head_DH, bias_D: the
+    head's rows of the draft's vocabulary, all in the compute dtype; norm_H (float32): final norm;
+    token_D: the verifier's token of each id of the draft's vocabulary.
     """
 
+    facts: HeadFacts
     embed_VH: torch.Tensor
     head_VH: torch.Tensor
+    bias_V: torch.Tensor | None
     head_DH: torch.Tensor
+    bias_D: torch.Tensor | None
     norm_H: torch.Tensor
-    eps: float
     token_D: torch.Tensor
+
+    def draft_logits(self, row: PackedRow) -> torch.Tensor:
+        """The verifier's logits over the draft's vocabulary at the row's target states, [U, D]."""
+        return verifier_logits(self.normed(row), self.head_DH, self.bias_D, self.facts)
+
+    def tokens(self, row: PackedRow) -> torch.Tensor:
+        """The verifier's own choice of its full vocabulary, int64 [U]; 512 rows at a time, for the
+        logits would fill a GPU."""
+        parts = self.normed(row).split(512)
+        logits = (verifier_logits(x, self.head_VH, self.bias_V, self.facts) for x in parts)
+        return torch.cat([x.argmax(-1) for x in logits])
 
     def normed(self, row: PackedRow) -> torch.Tensor:
         """The final norm of the row's target states, [U, H]."""
-        return rms_norm_region(row.last(self.head_DH.dtype), self.norm_H, self.eps)
+        return rms_norm_region(row.last(self.head_DH.dtype), self.norm_H, self.facts.norm_eps)
 
 
 def step_loss(
@@ -56,7 +71,7 @@ def step_loss(
     """
     states = ttt_states(draft, linears, target.embed_VH, row)
     with torch.no_grad():
-        probs = target_probs(target.normed(row) @ target.head_DH.T)
+        probs = target_probs(target.draft_logits(row))
     loss = torch.zeros((), device=row.ids_T.device)
     sums = torch.zeros(2, len(weights), device=row.ids_T.device)
     for k, (one, state_NH) in enumerate(zip(row.losses, states, strict=True)):

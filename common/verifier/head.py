@@ -1,29 +1,127 @@
-"""From the verifier's last layer to its next-token distribution: final norm and head.
+"""The verifier's head: what makes next-token distributions of its last layer's states, and the
+embedding beside it, as the verifier that vLLM has loaded computes with them.
 
-Shape suffixes: T tokens of a sample, H hidden size, V vocabulary.
+03 writes it once beside the states, 04 and the self-check read it and know no tensor names:
+
+    verifier_head.safetensors   embed_tokens [V, H] and, unless tied, lm_head [V, H], in the dtype
+                                that vLLM computes in; lm_head_bias [V] where there is one;
+                                norm [H] float32, the factor that the normed states are multiplied
+                                by (1 + w for a Gemma norm)
+    verifier_head.json          HeadManifest, written last: with it the file is complete and proven
+
+Shape suffixes: T tokens of a sample, N rows, H hidden size, V vocabulary, X part of it.
 """
 
-import torch
-import torch.nn.functional as F
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from common.artifacts import read_json, write_json
+from common.errors import UserError
+from common.tensor_files import DTYPES, file_checksum, read_header
+from common.verifier.config import Verifier, make_verifier
+
+if TYPE_CHECKING:
+    pass
+
+HEAD_FILE = "verifier_head.safetensors"
+HEAD_MANIFEST = "verifier_head.json"
+FORMAT_VERSION = 1
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMSNorm over the last dimension, computed in float32, returned in the input's dtype."""
-    return F.rms_norm(x.float(), x.shape[-1:], weight.float(), eps).to(x.dtype)
+@dataclass(frozen=True)
+class HeadFacts:
+    """What is beside the tensors: logits = logit_scale * cap(lm_head(norm(h)) + bias), where cap(x)
+    is soft_cap * tanh(x / soft_cap) if there is one, in this order as vLLM's LogitsProcessor.
+
+    norm_kind: "rms", the only one known; norm_eps; embedding_scale: what enters layer 0 is
+    embedding_scale times the embedding's row (None where it was
+    not measured; a draft gets the row itself, as a server feeds it).
+    """
+
+    dtype: str
+    tied: bool
+    norm_eps: float
+    norm_kind: str = "rms"
+    logit_scale: float = 1.0
+    soft_cap: float | None = None
+    embedding_scale: float | None = None
 
 
-def next_token_logprobs(
-    last_TH: torch.Tensor,
-    ids_T: torch.Tensor,
-    norm_H: torch.Tensor,
-    head_VH: torch.Tensor,
-    eps: float,
-) -> torch.Tensor:
-    """Log-probability of each next token [T-1] from final-layer states before the final norm."""
-    normed_TH = rms_norm(last_TH[:-1], norm_H, eps)
-    # One chunk of rows at a time: [64, V] float32 is 42 MB at Kimi's vocabulary.
-    parts = []
-    for rows, targets in zip(normed_TH.split(64), ids_T[1:].split(64), strict=True):
-        logits = rows.to(head_VH.dtype) @ head_VH.T  # as the verifier computes them
-        parts.append(F.log_softmax(logits.float(), -1).gather(1, targets[:, None])[:, 0])
-    return torch.cat(parts)
+@dataclass(frozen=True)
+class HeadManifest:
+    """verifier_head.json: whose head it is, and what 04 needs of that verifier.
+
+    name: the verifier's absolute path or hub name, for the checkpoint; config: its config.json;
+    end_ids: where it stops; tokenizer, verifier, verifier_weights: identities, see fingerprint.py;
+    checksum: xxh3_128 of HEAD_FILE; logprob_difference: the mean of the self-check, None where no
+    sample had two tokens.
+    """
+
+    name: str
+    config: dict[str, Any]
+    end_ids: list[int]
+    tokenizer: str
+    verifier: str
+    verifier_weights: str
+    facts: HeadFacts
+    checksum: str
+    logprob_difference: float | None
+
+    def make_verifier(self, folder: Path) -> Verifier:
+        """The verifier of the states in `folder`; opens none of its files."""
+        return make_verifier(self.name, self.config, tuple(self.end_ids), folder / HEAD_MANIFEST)
+
+    def write(self, folder: Path) -> None:
+        write_json(folder / HEAD_MANIFEST, {"format_version": FORMAT_VERSION, **asdict(self)})
+
+
+def read_head_manifest(folder: Path) -> HeadManifest | None:
+    """The manifest of the head beside a folder's states; None without one, UserError where it is
+    damaged or its file is not complete."""
+    path = folder / HEAD_MANIFEST
+    if not path.exists():
+        return None
+    found = read_json(path)
+    try:
+        if found.pop("format_version") != FORMAT_VERSION:
+            raise ValueError("of another version")
+        manifest = HeadManifest(**found | {"facts": HeadFacts(**found["facts"])})
+    except (KeyError, TypeError, ValueError) as e:
+        raise UserError(
+            f"{path}: is damaged ({e}); delete it and run 03's command again, which writes it"
+            " without extracting again"
+        ) from None
+    verifier = manifest.make_verifier(folder)
+    if not (folder / HEAD_FILE).is_file():
+        raise UserError(f"{folder / HEAD_FILE}: missing; delete {path} and run 03's command again")
+    header = read_header(folder / HEAD_FILE)
+    for name, (_, shape) in head_tensors(
+        verifier, manifest.facts, "lm_head_bias" in header
+    ).items():
+        if name not in header or header[name].shape != shape:
+            raise UserError(
+                f"{folder / HEAD_FILE}: {name} is missing or not {shape}; delete {path} and run"
+                " 03's command again"
+            )
+    return manifest
+
+
+def head_tensors(
+    verifier: Verifier, facts: HeadFacts, bias: bool
+) -> dict[str, tuple[str, list[int]]]:
+    """The file's tensors: name → (dtype as safetensors names it, shape), in the file's order."""
+    kind, V, H = DTYPES[facts.dtype], verifier.vocab_size, verifier.hidden_size
+    found: dict[str, tuple[str, list[int]]] = {"norm": ("F32", [H]), "embed_tokens": (kind, [V, H])}
+    if not facts.tied:
+        found["lm_head"] = (kind, [V, H])
+    return found | ({"lm_head_bias": (kind, [V])} if bias else {})
+
+
+def check_head_bytes(folder: Path, manifest: HeadManifest) -> None:
+    """UserError unless the file's bytes are those written."""
+    if file_checksum(folder / HEAD_FILE) != manifest.checksum:
+        raise UserError(
+            f"{folder / HEAD_FILE}: its bytes are not those written; delete"
+            f" {folder / HEAD_MANIFEST} and run 03's command again"
+        )
