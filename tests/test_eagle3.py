@@ -271,7 +271,11 @@ def test_hits_are_those_of_each_query_position_alone(rule):
         alone = pack([s], rule)
         states = ttt_states(draft, PLAIN, t.embed_VH, alone)
         table = loss_table(s["mask"], [0], DEPTHS, rule)
-        normed = s["last"] * (s["last"].pow(2).mean(-1, keepdim=True) + t.eps).rsqrt() * t.norm_H
+        normed = (
+            s["last"]
+            * (s["last"].pow(2).mean(-1, keepdim=True) + t.facts.norm_eps).rsqrt()
+            * t.norm_H
+        )
         theirs = (normed @ t.head_VH.T).argmax(-1)
         for query in range(len(s["ids"])):
             chain = True

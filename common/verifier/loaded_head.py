@@ -201,7 +201,8 @@ def effective_norm(norm: nn.Module, dtype: torch.dtype) -> tuple[torch.Tensor, f
     x_NH[2:] *= float(eps) ** 0.5
     x_NH = x_NH.to(weight.device, dtype)
     theirs_NH = norm(x_NH.clone())
-    for factor in (weight.float(), 1 + weight.float()):
+    weight = weight.detach().float()
+    for factor in (weight, 1 + weight):
         ours_NH = rms_norm(x_NH, factor, float(eps)).float()
         difference_N = (ours_NH - theirs_NH.float()).norm(dim=-1) / ours_NH.norm(dim=-1)
         if bool((difference_N < NORM_GATE).all()):
