@@ -76,11 +76,7 @@ def captured(smollm2, tokenizer, tmp_path_factory):
         for (i, ids), o in zip(samples[:4], outputs, strict=True)
     }
     return {"folder": folder, "samples": samples, "received": received, "logprobs": logprobs,
-<<<<<<< HEAD
-            "model": model, "found": found}  # fmt: skip
-=======
-            "head": head}  # fmt: skip
->>>>>>> 90f20dd (03 takes embedding, head and final norm from the loaded verifier and writes them once beside the states; 04 opens no file of the verifier)
+            "head": head, "found": found}  # fmt: skip
 
 
 @pytest.mark.parametrize("layout", ["together", "alone", "reversed"])

@@ -136,10 +136,7 @@ def test_the_norms_factor_is_the_one_that_gives_its_output():
         assert eps == 1e-5
     other = Norm(0.0, 1e-5)
     other.used = 1e-2  # an eps that is not what it says
-    for norm, text in (
-        (Norm(2.0, 1e-5), "neither"),
-        (other, "neither"),
-        (Norm(0, 1, True), "bias"),
-    ):
+    cases = ((Norm(2.0, 1e-5), "neither"), (other, "neither"), (Norm(0, 1, True), "bias"))
+    for norm, text in cases:
         with torch.no_grad(), pytest.raises(LookupError, match=text):
             effective_norm(norm, torch.float32)
