@@ -237,6 +237,7 @@ def verify(out: Path, prepared: Path, started: float) -> None:
     from common.data.samples import prepared_identity
     from common.states.folder import open_hidden
     from common.states.verify import verify_folder
+    from common.verifier.head import HEAD_FILE, check_head_bytes, read_head_manifest
 
     found = open_hidden(out, lone_shard=True)
     must_match(
@@ -247,6 +248,11 @@ def verify(out: Path, prepared: Path, started: float) -> None:
         prepared_identity(prepared),
         "pass the --prepared-data that 03 was run with",
     )
+    head = read_head_manifest(found.head_folder)
+    if head is None:
+        progress.log(f"verify: note: no {HEAD_FILE} is there; 03's command adds it")
+    else:
+        check_head_bytes(found.head_folder, head)
     read = verify_folder(found, prepared)
     seconds = time.monotonic() - started
     progress.log(

@@ -29,6 +29,7 @@ STAGE = "train"
 
 def parse_args() -> TrainSettings:
     p = cli.Parser(STAGE, __doc__)
+    # not needed: what 03 left beside the states is enough
     p.add_common("--model-path", "--prepared-data", "--vocab-map", "--hidden-states")
     p.add_common("--output-dir", "--max-samples", "--max-seq-len", "--layers")
     add_training_flags(p)
@@ -64,6 +65,9 @@ def add_training_flags(p: cli.Parser) -> None:
     add("--weight-decay", type=cli.between(0, 1), default=0.0, help="decoupled")
     add("--clip", type=cli.between(1e-6, 1e6), default=1.0, help="largest gradient norm")
     add("--heldout-fraction", type=cli.between(0, 0.9), default=0.05, help="of conversations")
+    add("--quantized-copy", action="store_true",
+        help="--model-path is a quantised copy of the verifier that made the states, or they were"
+             " made with one; recorded")
 
 
 def add_draft_flags(p: cli.Parser) -> None:

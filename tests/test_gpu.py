@@ -213,7 +213,8 @@ def test_rows_read_ahead_are_those_read_alone(tmp_path):
         path.parent.mkdir(exist_ok=True)
         save_file(tensors, path)
     settings = {"layers": [0, 1, 2, 3], "hidden_size": 64, "dtype": "bfloat16"}
-    hidden = HiddenFolder(tmp_path, settings, {}, "", lengths, dict.fromkeys(lengths, tmp_path))
+    there = dict.fromkeys(lengths, tmp_path)
+    hidden = HiddenFolder(tmp_path, settings, {}, "", lengths, there, tmp_path)
     reader = RowReader(hidden, samples, DEPTHS, "answer", max(lengths.values()), pin=True)
     busy = torch.randn(4096, 4096, device="cuda")
     plan = [[n] for n in lengths]

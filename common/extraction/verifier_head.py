@@ -7,6 +7,7 @@ Shape suffixes: N tokens, H hidden size, V vocabulary.
 """
 
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 
 from common.errors import UserError
 from common.extraction.work import Work
-from common.progress import log
+from common.progress import duration, log
 from common.tensor_files import file_checksum, header_bytes, read_header, tensor_bytes
 from common.verifier.config import Verifier
 from common.verifier.fingerprint import tokenizer_fingerprint
@@ -71,11 +72,13 @@ def write_head(llm: Any, verifier: Verifier, path: Path) -> VerifierHead:
         f.write(header_bytes(tensors))
         # a full disk is found here, not by a worker
         os.posix_fallocate(f.fileno(), 0, f.tell() + tensor_bytes(tensors))
+    started = time.monotonic()
     begin = {name: place.begin for name, place in read_header(path).items()}
     llm.collective_rpc(
         "head_write", args=(verifier.num_layers, verifier.vocab_size, str(path), begin)
     )
-    log(f"extract: verifier head: {first.described}")
+    took = duration(time.monotonic() - started)
+    log(f"extract: verifier head: {first.described}; {path.stat().st_size / 1e9:.2f} GB in {took}")
     return read_head(path, facts)
 
 

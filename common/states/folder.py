@@ -32,6 +32,7 @@ class HiddenFolder:
     content_sha256: str
     lengths: dict[int, int]  # sample index → tokens, ascending
     folders: dict[int, Path]  # sample index → folder that holds its file
+    head_folder: Path  # that holds the verifier's head
 
     @property
     def layers(self) -> list[int]:
@@ -96,7 +97,8 @@ def open_hidden(path: Path, lone_shard: bool = False) -> HiddenFolder:
     stage = Stage("extract", settings, first.stage.inputs)
     content = first.content_sha256 if unsharded else stage.content_sha256(data_sha256(sums))
     lengths = dict(sorted(lengths.items()))
-    return HiddenFolder(path, settings, first.stage.inputs, content, lengths, folders)
+    beside = path.parent if "shard" in first.stage.settings and unsharded else path
+    return HiddenFolder(path, settings, first.stage.inputs, content, lengths, folders, beside)
 
 
 def refuse_shards(path: Path) -> None:

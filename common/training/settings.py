@@ -17,6 +17,7 @@ class TrainSettings:
     """
 
     model_path: str | None
+    quantized_copy: bool
     prepared_data: str
     vocab_map: str
     hidden_states: str

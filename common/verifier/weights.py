@@ -36,7 +36,7 @@ def check_weights(verifier: Verifier) -> Weights:
     """
     where = weight_map(verifier.path)
     names = sorted(set(where.values()))
-    check_norm(verifier, where)
+    check_biases(verifier, where)
     folder = Path(verifier.path)
     absent = [n for n in names if folder.is_dir() and not (folder / n).is_file()]
     size = 0
@@ -69,9 +69,17 @@ def identities(verifier: Verifier, weights: Weights, out: Path, dry_run: bool) -
     return {"verifier": fingerprint(verifier), "verifier_weights": weights_fingerprint(verifier)}
 
 
-def check_norm(verifier: Verifier, where: dict[str, str]) -> None:
-    """UserError where the final norm has a bias, which an RMSNorm has not."""
-    bias = f"{find_modules(verifier, where).get('norm')}.bias"
+def check_biases(verifier: Verifier, where: dict[str, str]) -> None:
+    """UserError where the final norm has a bias, which an RMSNorm has not, or the head one."""
+    modules = find_modules(verifier, where)
+    bias = f"{modules.get('lm_head')}.bias"
+    if bias in where:
+        raise UserError(
+            f"{Path(verifier.path) / where[bias]}: {bias}: the output head has a bias, which vLLM's"
+            " classes drop without a word, so no server would answer as this model does; choose a"
+            " verifier without one"
+        )
+    bias = f"{modules.get('norm')}.bias"
     if bias in where:
         raise UserError(
             f"{Path(verifier.path) / where[bias]}: {bias} is a LayerNorm's, a draft's targets are"
