@@ -56,7 +56,7 @@ def captured(smollm2, tokenizer, tmp_path_factory):
         outputs = engine.forward(llm, batch, **more)
         finished = engine.written(engine.rank0(llm, "capture_submit", 0, batch, str(folder)))
         (result,) = finished + engine.rank0(llm, "capture_finish")
-        assert result.bad == []
+        assert result.bad == {}
         assert result.checksums == {i: file_checksum(hidden_file(folder, i)) for i, _ in batch}
         return outputs
 

@@ -30,14 +30,16 @@ from tests.conftest import (
 from tests.tiny_models import make_llama, make_rows
 
 ODD = 450  # a token that two samples hold
+ZERO = 451
 
 
 @pytest.fixture(scope="module")
 def nan_llama(tmp_path_factory):
-    """A verifier to which the token ODD is NaN."""
+    """A verifier to which the token ODD is NaN, and the token ZERO nothing."""
     nan = make_llama(tmp_path_factory.mktemp("verifier") / "nan")
     weights = load_file(nan / "model.safetensors")
     weights["model.embed_tokens.weight"][ODD] = float("nan")
+    weights["model.embed_tokens.weight"][ZERO] = 0
     save_file(weights, nan / "model.safetensors", metadata={"format": "pt"})
     return nan
 
@@ -112,15 +114,21 @@ def test_samples_with_nan_are_skipped_and_the_rest_is_whole(odd, tmp_path):
 
 @pytest.mark.quick
 def test_bad_samples_among_the_longest_are_skipped(nan_llama, tmp_path):
-    """Passes go longest first, so these fill the first ones; the probe looks further."""
+    """Passes go longest first, so these fill the first ones; the probe looks further. One of
+    another kind is told by its own fault: its first token's states are zeros."""
     rows = make_rows(16, vocab_size=400)
     for row in rows[:4]:
         row["input_ids"] = [5, ODD] + [7] * 254
         row["loss_mask"] = [0] * 8 + [1] * 248
+    rows[9]["input_ids"][0] = ZERO
     write_jsonl(tmp_path / "prepared" / "tokenized_data.jsonl", rows)
     stages = {"model": nan_llama, "prepared": tmp_path / "prepared"}
-    args = args_of(stages, tmp_path / "o", "--allow-missing", 4)
-    assert "4 samples are missing" in last_line(must(script("03_extract_hidden_states.py", *args)))
+    args = args_of(stages, tmp_path / "o", "--allow-missing", 5)
+    result = must(script("03_extract_hidden_states.py", *args))
+    assert "5 samples are missing" in last_line(result)
+    text = "(line 10) is skipped: its hidden states hold a row of zeros (token 0, layer 2)"
+    assert text in result.stdout
+    assert result.stdout.count("is skipped: its hidden states hold NaN or Inf (token ") == 4
 
 
 def test_single_tokens_are_extracted_without_a_probe(plain, tmp_path):

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save
 from common.artifacts import sha256_json
 from common.errors import UserError
 from common.extraction.batching import make_batches, shard_batches
-from common.extraction.writer import CaptureBuffer, write_rows
+from common.extraction.writer import CaptureBuffer, CapturedBatch, Writer, write_rows
 from common.manifest import MANIFEST
 from common.states.files import (
     FP8,
@@ -25,7 +25,7 @@ from common.states.files import (
 )
 from common.states.folder import open_hidden
 from common.states.journal import checksums, data_sha256, read_entries
-from common.states.verify import all_finite
+from common.states.values import all_finite, states_problem
 from common.verifier.head import HEAD_FILE
 from tests.conftest import extract_args, files_of, last_line, must, script
 
@@ -108,6 +108,96 @@ def test_all_finite_sees_one_bad_value(dtype):
         assert not all_finite(y.view(torch.uint8).numpy(), dtype)
 
 
+def fault(states_TLH: torch.Tensor, kind: str) -> None:
+    """Put one fault into sound states: in the third layer, of a few tokens where these suffice."""
+    rows = states_TLH[:, 2]
+    if kind == "NaN in some rows":
+        rows[3:5, 17] = float("nan")
+    elif kind == "a row of zeros":
+        rows[4] = 0
+        rows[4, 5] = -0.0
+    elif kind == "all rows the same":
+        rows[:] = rows[1].clone()
+
+
+FAULTS = {
+    "NaN in some rows": "its hidden states hold NaN or Inf (token 3, layer 9)",
+    "a row of zeros": "its hidden states hold a row of zeros (token 4, layer 9)",
+    "all rows the same": "its hidden states are the same at all 6 tokens (layer 9)",
+    "none": None,
+}
+
+
+def stored(x_TLH: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """(states as a file of the dtype has them, scale [T, L])."""
+    if dtype != FP8:
+        return x_TLH.to(getattr(torch, dtype)), torch.ones(x_TLH.shape[:2])
+    flat = x_TLH.flatten(0, 1)
+    q, scale = quantize_rows(flat, torch.linalg.vector_norm(flat, float("inf"), dim=-1))
+    return q.view(x_TLH.shape), scale.view(x_TLH.shape[:2])
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("kind", FAULTS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", FP8])
+def test_states_that_teach_nothing_are_seen(dtype, kind):
+    """Of a file of each dtype, by token and layer."""
+    x_TLH = torch.randn(6, 4, 80)
+    fault(x_TLH, kind)
+    states, scale = stored(x_TLH, dtype)
+    form = StatesFormat(4, 80, dtype)
+    data = states.view(torch.uint8).numpy().reshape(-1)
+    scale_TL = scale.numpy() if dtype == FP8 else None
+    assert states_problem(data, scale_TL, form, [1, 4, 9, 11]) == FAULTS[kind]
+    if dtype == FP8:
+        scale[2, 3] = 0
+        if kind == "none":
+            text = "its hidden states hold a row of zeros (token 2, layer 11)"
+            assert states_problem(data, scale_TL, form, [1, 4, 9, 11]) == text
+        scale[2, 3] = float("inf")
+        assert "NaN or Inf" in (states_problem(data, scale_TL, form, [1, 4, 9, 11]) or "")
+
+
+@pytest.mark.quick
+@given(st.integers(1, 5), st.integers(1, 40), st.integers(0, 2**32 - 1))
+def test_sound_states_pass_however_sparse(tokens, hidden, seed):
+    """Rows that are alike in part, or zero but for one number, of one token or several."""
+    generator = torch.Generator().manual_seed(seed)
+    x_TLH = torch.zeros(tokens, 2, hidden)
+    at_TL1 = torch.randint(hidden, (tokens, 2, 1), generator=generator)
+    x_TLH.scatter_(2, at_TL1, 1.0 + torch.arange(2 * tokens).view(tokens, 2, 1))
+    states, _ = stored(x_TLH, "bfloat16")
+    data = states.view(torch.uint8).numpy().reshape(-1)
+    assert states_problem(data, None, StatesFormat(2, hidden, "bfloat16"), [0, 1]) is None
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("dtype", ["bfloat16", FP8])
+def test_the_writer_leaves_out_the_samples_at_fault_alone(tmp_path, dtype):
+    """All kinds in one batch: NaN in some rows of one layer, a row of zeros, rows all alike; and
+    sound samples whose largest values are all one number, or which are a single token."""
+    x_NLH = torch.randn(5 * 6 + 1, 4, 80)
+    for n, kind in enumerate(FAULTS):
+        fault(x_NLH[6 * n : 6 * n + 6], kind)
+    x_NLH[24:30, :, 7] = 50.0
+    states, scale = stored(x_NLH, dtype)
+    writer = Writer((31, 4, 80), dtype, [1, 4, 9, 11], pin=False)
+    rows = writer.free_buffer()
+    ids = [np.arange(6 * n, 6 * n + 6, dtype=np.int32) for n in range(5)] + [np.array([30])]
+    rows.states_NLH.copy_(states)
+    rows.scale_NL.copy_(scale)
+    rows.largest_NL.copy_(torch.linalg.vector_norm(x_NLH, float("inf"), dim=-1))
+    rows.ids_N.copy_(torch.arange(31))
+    rows.positions_N.copy_(torch.tensor([*range(6)] * 5 + [0]))
+    writer.submit(0, CapturedBatch(rows, 31, None), list(enumerate(ids)), tmp_path)
+    (result,) = writer.finished(of_all=True)
+    writer.close()
+    result.raise_error()
+    assert result.bad == dict(enumerate(list(FAULTS.values())[:3]))
+    assert sorted(result.checksums) == [3, 4, 5]
+    assert [hidden_file(tmp_path, n).exists() for n in range(6)] == [False] * 3 + [True] * 3
+
+
 lengths = st.dictionaries(st.integers(0, 5000), st.integers(1, 64), min_size=1, max_size=200)
 
 
@@ -159,10 +249,20 @@ def other_ids(path):
     path.write_bytes(save(tensors))
 
 
-def not_finite(path):
-    tensors = load_file(path)
-    tensors["hidden_states"][2, 1, 3] = float("nan")
-    path.write_bytes(save(tensors))
+def changed(change):
+    """A function that changes a file's states [T, L, H]."""
+
+    def spoil(path):
+        tensors = load_file(path)
+        change(tensors["hidden_states"])
+        path.write_bytes(save(tensors))
+
+    return spoil
+
+
+not_finite = changed(lambda x_TLH: x_TLH[2, 1, 3].fill_(float("nan")))
+zero_row = changed(lambda x_TLH: x_TLH[5, 3].zero_())
+all_alike = changed(lambda x_TLH: x_TLH[:, 0].copy_(x_TLH[0, 0].clone()))
 
 
 @pytest.mark.quick
@@ -177,7 +277,9 @@ def not_finite(path):
         ),
         (lambda path: path.unlink(), False, "missing; run 03 again"),
         (other_ids, True, "its token_ids are not the prepared sample's"),
-        (not_finite, True, "its hidden states hold NaN or Inf"),
+        (not_finite, True, "its hidden states hold NaN or Inf (token 2, layer 4)"),
+        (zero_row, True, "its hidden states hold a row of zeros (token 5, layer 7)"),
+        (all_alike, True, "its hidden states are the same at all "),
     ],
 )
 def test_verify_finds_what_is_wrong(tiny_stages, tmp_path, spoil, journal, text):

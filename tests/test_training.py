@@ -13,7 +13,7 @@ from common.manifest import MANIFEST
 from common.states.files import hidden_file, read_hidden
 from common.states.folder import open_hidden
 from common.training.loader import RowReader
-from common.training.packing import count_work
+from common.training.packing import count_work, split_samples
 from common.training.state import latest_state
 from common.training.step import schedule
 from tests.conftest import (
@@ -244,20 +244,28 @@ def test_rows_are_read_into_a_used_buffer(tiny_stages, tmp_path, storage):
 
 
 @pytest.mark.quick
-def test_a_loss_that_is_not_finite_ends_the_run(tiny_stages, tmp_path):
-    """As one number in a file makes it, which is named: no checkpoint, no state is written."""
-    hidden = tmp_path / "hidden"
+@pytest.mark.parametrize("held", [0, 1], ids=["trained", "held out"])
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        (lambda x_TLH: x_TLH[1, 2, 9].fill_(float("nan")), "hold NaN or Inf (token 1, layer 5)"),
+        (lambda x_TLH: x_TLH[1, 2].zero_(), "hold a row of zeros (token 1, layer 5)"),
+        (lambda x_TLH: x_TLH.copy_(x_TLH[:1].clone()), "are the same at all "),
+    ],
+    ids=["NaN", "zeros", "alike"],
+)
+def test_a_file_that_teaches_nothing_ends_the_run(tiny_stages, tmp_path, fault, text, held):
+    """It is named, whether trained on or held out: neither a checkpoint nor a state is written."""
+    hidden, out = tmp_path / "hidden", tmp_path / "draft"
     shutil.copytree(tiny_stages["hidden"], hidden)
-    for path in hidden.rglob("hs_*.safetensors"):
-        data = bytearray(path.read_bytes())
-        start = 8 + int.from_bytes(data[:8], "little")
-        begin = start + json.loads(data[8:start])["hidden_states"]["data_offsets"][0]
-        data[begin : begin + 2] = b"\xc0\x7f"  # bfloat16's NaN
-        path.write_bytes(data)
-    out = tmp_path / "draft"
-    result = script("04_train.py", *train_args(tiny_stages | {"hidden": hidden}, out))
-    text = "its states are not finite; delete it and run 03 again"
-    fails(result, text, str(hidden / "rows_"))
+    samples = {s.index: s for s in read_samples(tiny_stages["prepared"])}
+    path = hidden_file(hidden, min(split_samples(samples, 0.1, "answer")[held]))
+    tensors = load_file(path)
+    fault(tensors["hidden_states"])
+    save_file(tensors, path)
+    args = train_args(tiny_stages | {"hidden": hidden}, out, "--epochs", 1)
+    result = script("04_train.py", *args)
+    fails(result, f"{path}: its hidden states {text}", "; delete it and run 03 again")
     assert not list(out.rglob("*.safetensors"))
 
 

@@ -118,7 +118,7 @@ class CaptureMethods:
         device = next(embedding.parameters()).device
         cuda = device.type == "cuda"
         size = (shape[0], len(layer_ids), shape[1])
-        self._writer = Writer(size, storage_dtype, pin=cuda)
+        self._writer = Writer(size, storage_dtype, self._layer_ids, pin=cuda)
         # On a CPU the hooks fill the writer's buffers themselves.
         self._buffers = [
             (CaptureBuffer.empty(size, storage_dtype, device, False), torch.cuda.Event())
@@ -193,7 +193,7 @@ class CaptureMethods:
             rows, n = self._rows, self._tokens
             stream_NH = stream(output)
             largest_N = torch.linalg.vector_norm(stream_NH, float("inf"), dim=-1)
-            rows.finite_NL[:n, at] = torch.isfinite(largest_N)
+            rows.largest_NL[:n, at] = largest_N
             if self._writer.dtype == FP8:
                 stream_NH, scale_N = quantize_rows(stream_NH, largest_N)
                 rows.scale_NL[:n, at] = scale_N

@@ -40,12 +40,13 @@ class Outcomes:
             result.raise_error()
             self._checksums[result.number] |= result.checksums
             if result.bad:
-                self.fail(Batch(result.number, result.bad), "its hidden states hold NaN or Inf")
+                self.fail(result.number, result.bad)
             self._note_if_done(result.number)
 
-    def fail(self, batch: Batch, why: str) -> None:
-        """Have a batch or samples of it run again, or give up those that ran alone."""
-        number, members = batch.number, self._members[batch.number]
+    def fail(self, number: int, reasons: dict[int, str]) -> None:
+        """Have a batch run again because of these samples, or they alone, or give up those that
+        ran alone."""
+        members = self._members[number]
         if number not in self._again:
             self._again.add(number)
             if len(members) == 1:
@@ -54,7 +55,7 @@ class Outcomes:
             self.open(complete)
             self.failed.append(complete)
             return
-        for index in batch.indices:
+        for index, why in reasons.items():
             if index in self._alone:
                 self._give_up(number, index, why)
             else:

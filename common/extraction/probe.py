@@ -27,7 +27,6 @@ from common.verifier.logits import VerifierHead
 PROBE_TOKENS = 256
 PROBE_SAMPLES = 4
 PROBE_TRIES = 24  # of a few samples each
-NOT_FINITE = "gives NaN or Inf"
 
 
 @dataclass(frozen=True)
@@ -46,14 +45,14 @@ class Probed:
 
     outputs: vLLM's, with prompt log-probabilities; received: layer → relative difference from what
     the next layer received; watched: token ids [N] and what entered layer 0 of them [N, H]; bad:
-    samples that are not finite.
+    sample → what is wrong with its states.
     """
 
     indices: list[int]
     outputs: list
     received: dict[int, float]
     watched: tuple[torch.Tensor, torch.Tensor]
-    bad: list[int]
+    bad: dict[int, str]
 
 
 def run_probe(llm: Any, work: Work, head: VerifierHead, resumed: bool) -> Proof:
@@ -66,7 +65,7 @@ def run_probe(llm: Any, work: Work, head: VerifierHead, resumed: bool) -> Proof:
         resumed: an earlier run has finished batches, so the verifier is sound.
 
     Returns:
-        What was proven. Samples whose states are not finite, or whose forward pass fails, are left
+        What was proven. Samples whose states are refused, or whose forward pass fails, are left
         out (they are found again, and skipped, in their own batch); UserError when none are left.
     """
     waiting = probe_order(work)
@@ -76,7 +75,7 @@ def run_probe(llm: Any, work: Work, head: VerifierHead, resumed: bool) -> Proof:
     room = max(1, min(PROBE_SAMPLES, work.max_batch_tokens // PROBE_TOKENS))
     tokens = min(work.max_batch_tokens, PROBE_SAMPLES * PROBE_TOKENS)
     start_capture(llm, work.capture, tokens, work.capture.verifier_dtype)
-    why = ""
+    why = hint = ""
     for _ in range(PROBE_TRIES):
         indices, waiting = waiting[:room], waiting[room:]
         if not indices:
@@ -86,13 +85,15 @@ def run_probe(llm: Any, work: Work, head: VerifierHead, resumed: bool) -> Proof:
         except Exception as e:
             if isinstance(e, UserError | OSError):
                 raise
-            why = one_line(e)
+            why, hint = one_line(e), ""
             reset_engine(llm, why)
             continue
         if not probed.bad:
             rank0(llm, "capture_stop")
             return check_probe(work, head, probed)
-        why = f"sample {work.samples[probed.bad[0]].id!r} {NOT_FINITE}"
+        index, problem = next(iter(probed.bad.items()))
+        why = f"sample {work.samples[index].id!r}: {problem}"
+        hint = ". Are the verifier's weights right?"
         log(f"self-check: {why}; probing others")
         waiting = [i for i in indices if i not in probed.bad] + waiting
         rank0(llm, "capture_clean_cache")
@@ -100,7 +101,6 @@ def run_probe(llm: Any, work: Work, head: VerifierHead, resumed: bool) -> Proof:
     if resumed:
         log(f"self-check: not repeated, every sample tried failed ({why})")
         return Proof([], None, None)
-    hint = ". Are the verifier's weights right?" if NOT_FINITE in why else ""
     raise UserError(f"every sample probed failed ({why}); nothing was written{hint}")
 
 

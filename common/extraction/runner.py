@@ -39,7 +39,7 @@ WARM_UP_SHARE = 10
 def run_batches(llm: Any, work: Work, journal: Journal, checked: list[int], stop: Stopper) -> None:
     """Run the batches of `work.todo`, noting each in the journal once its files are on the disk.
 
-    A batch that fails, or holds a sample whose states are not finite, runs again by itself, then
+    A batch that fails, or holds a sample whose states are refused, runs again by itself, then
     what failed in it sample by sample; what fails alone is noted as missing, and the run continues.
 
     Args:
@@ -244,4 +244,4 @@ class Runner:
         self.outcomes.add([r for r in results if r.number not in numbers])
         for batch in lost:
             log(f"extract: batch {batch.number} of {len(batch.indices)} samples failed: {reason}")
-            self.outcomes.fail(batch, reason)
+            self.outcomes.fail(batch.number, dict.fromkeys(batch.indices, reason))

@@ -16,7 +16,15 @@ import torch
 
 from common.errors import one_line
 from common.extraction.batching import HOST_BUFFERS
-from common.states.files import FP8, StatesFormat, file_header, hidden_file, write_parts
+from common.states.files import (
+    FP8,
+    LEAST_SCALE,
+    StatesFormat,
+    file_header,
+    hidden_file,
+    write_parts,
+)
+from common.states.values import all_alike, states_problem
 
 # One thread hashes and writes 1 to 2 GB/s; Kimi-K2.5's states come at several.
 WRITERS = max(2, min(12, (os.cpu_count() or 4) // 2))
@@ -32,7 +40,7 @@ class CaptureBuffer:
 
     states_NLH: torch.Tensor
     scale_NL: torch.Tensor  # float32, of float8 states
-    finite_NL: torch.Tensor  # bool
+    largest_NL: torch.Tensor  # float32, largest |value| of a row as the verifier computed it
     ids_N: torch.Tensor  # int64
     positions_N: torch.Tensor  # int64
 
@@ -47,13 +55,13 @@ class CaptureBuffer:
         return cls(
             allocate(shape, getattr(torch, dtype)),
             allocate((n, layers), torch.float32),
-            allocate((n, layers), torch.bool),
+            allocate((n, layers), torch.float32),
             allocate((n,), torch.int64),
             allocate((n,), torch.int64),
         )
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        return self.states_NLH, self.scale_NL, self.finite_NL, self.ids_N, self.positions_N
+        return self.states_NLH, self.scale_NL, self.largest_NL, self.ids_N, self.positions_N
 
 
 @dataclass(frozen=True)
@@ -69,13 +77,13 @@ class CapturedBatch:
 class WrittenBatch:
     """What became of a batch's samples.
 
-    checksums: index → xxh3_128 of its file; bad: indices with NaN or Inf, not written; os_error:
-    (errno, text, file) and error: text, of a fault.
+    checksums: index → xxh3_128 of its file; bad: index → what is wrong with its states, not
+    written; os_error: (errno, text, file) and error: text, of a fault.
     """
 
     number: int
     checksums: dict[int, str] = field(default_factory=dict)
-    bad: list[int] = field(default_factory=list)
+    bad: dict[int, str] = field(default_factory=dict)
     os_error: tuple[int | None, str | None, str] | None = None
     error: str | None = None
 
@@ -93,11 +101,12 @@ class Writer:
     Args:
         shape: (tokens, layers, hidden) of the largest batch.
         dtype: of the files; float8_e4m3fn adds scales.
+        layers: numbers of those captured, in their order.
         pin: page-lock the host buffers, so that a GPU copies into them beside its work.
     """
 
-    def __init__(self, shape: tuple[int, int, int], dtype: str, pin: bool):
-        self.dtype = dtype
+    def __init__(self, shape: tuple[int, int, int], dtype: str, layers: list[int], pin: bool):
+        self.dtype, self.layers = dtype, layers
         self._free: queue.SimpleQueue[CaptureBuffer] = queue.SimpleQueue()
         for _ in range(HOST_BUFFERS):
             self._free.put(CaptureBuffer.empty(shape, dtype, torch.device("cpu"), pin))
@@ -139,15 +148,15 @@ class Writer:
                 captured.copied.synchronize()
             rows, n = captured.rows, captured.tokens
             starts = match_rows(rows.ids_N[:n].numpy(), rows.positions_N[:n].numpy(), samples)
-            finite_N = np.asarray(rows.finite_NL[:n].numpy().all(1))
             files = {}
             for index, ids_T in samples:
                 span = slice(starts[index], starts[index] + len(ids_T))
-                if finite_N[span].all():
+                problem = captured_problem(rows, span, self.layers)
+                if problem is None:
                     path = hidden_file(out, index)
                     files[index] = self._files.submit(write_rows, path, rows, span, ids_T)
                 else:
-                    result.bad.append(index)
+                    result.bad[index] = problem
             wait(files.values())  # before the buffer is given back, whatever became of them
             for index, file in files.items():
                 result.checksums[index] = file.result()
@@ -160,15 +169,31 @@ class Writer:
         return result
 
 
+def captured_problem(rows: CaptureBuffer, span: slice, layers: list[int]) -> str | None:
+    """What is wrong with a sample's states, or None. The rows themselves are read only where the
+    largest value of each leaves it open."""
+    largest_TL = rows.largest_NL[span].numpy()
+    sound = (largest_TL > LEAST_SCALE) & (largest_TL < np.inf)
+    if sound.all() and not any(all_alike(largest_T) for largest_T in largest_TL.T):
+        return None
+    data = rows.states_NLH[span].view(torch.uint8).numpy().reshape(-1)
+    form = states_format(rows)
+    scale_TL = rows.scale_NL[span].numpy() if form.dtype == FP8 else None
+    return states_problem(data, scale_TL, form, layers)
+
+
+def states_format(rows: CaptureBuffer) -> StatesFormat:
+    _, layers, hidden = rows.states_NLH.shape
+    return StatesFormat(layers, hidden, str(rows.states_NLH.dtype).removeprefix("torch."))
+
+
 def write_rows(path: Path, rows: CaptureBuffer, span: slice, ids_T: np.ndarray) -> str:
     """Write one sample's rows; returns the file's checksum."""
-    states_TLH = rows.states_NLH[span]
-    tokens, layers, hidden = states_TLH.shape
-    form = StatesFormat(layers, hidden, str(states_TLH.dtype).removeprefix("torch."))
-    parts = [memoryview(file_header(tokens, form)), ids_T.astype("<i8").data]
+    form = states_format(rows)
+    parts = [memoryview(file_header(len(ids_T), form)), ids_T.astype("<i8").data]
     if form.dtype == FP8:
         parts.append(rows.scale_NL[span].numpy().data)
-    parts.append(states_TLH.view(torch.uint8).numpy().data)
+    parts.append(rows.states_NLH[span].view(torch.uint8).numpy().data)
     return write_parts(path, parts)
 
 

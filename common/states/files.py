@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 ROWS_PER_FOLDER = 1000
 FP8 = "float8_e4m3fn"
 FP8_MAX = 448.0
+LEAST_SCALE = 1e-30  # of a float8 row; a smaller row may become zeros
 
 
 def hidden_file(folder: Path, index: int) -> Path:
@@ -105,7 +106,7 @@ def quantize_rows(
     """
     import torch
 
-    scale_N = (largest_N.float() / FP8_MAX).clamp_min(1e-30)
+    scale_N = (largest_N.float() / FP8_MAX).clamp_min(LEAST_SCALE)
     return (rows_NH.float() / scale_N[:, None]).to(torch.float8_e4m3fn), scale_N
 
 

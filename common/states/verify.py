@@ -22,6 +22,7 @@ from common.states.journal import (
     read_entries,
     read_plan,
 )
+from common.states.values import states_problem
 from common.tensor_files import file_checksum
 
 VERIFY_AHEAD = 64  # files read beside the one whose result is waited for
@@ -41,8 +42,8 @@ def verify_folder(folder: HiddenFolder, prepared: Path) -> Verified:
     """Read every byte of a finished folder again.
 
     Checks the manifest against the journal, counts, lengths, token ids against the prepared data,
-    that all states are finite, and checksums. UserError after the last file when any is wrong,
-    each of which is logged.
+    checksums, and the states themselves (values.py). UserError after the last file when any is
+    wrong, each of which is logged.
     """
     parts = sorted(set(folder.folders.values()))
     sums: dict[int, str] = {}
@@ -119,26 +120,7 @@ def file_problem(folder: HiddenFolder, index: int, ids_T: np.ndarray, checksum: 
 
     if not np.array_equal(tensor("token_ids", "<i8"), ids_T):
         return "its token_ids are not the prepared sample's"
-    states = tensor("hidden_states", "u1")
-    dtype = folder.form.dtype
-    if not all_finite(states, dtype):
-        return "its hidden states hold NaN or Inf"
-    if dtype == FP8 and not all_finite(tensor("hidden_states_scale", "u1"), "float32"):
-        return "its scales hold NaN or Inf"
-    return None
-
-
-def all_finite(data: np.ndarray, dtype: str) -> bool:
-    """Whether raw bytes (uint8) of a dtype hold finite numbers only: no exponent of all ones
-    (float8_e4m3fn: no NaN, it has no infinities)."""
-    kind, mask = {
-        "float32": ("<u4", 0x7F800000),
-        "bfloat16": ("<u2", 0x7F80),
-        "float16": ("<u2", 0x7C00),
-        FP8: ("u1", 0x7F),
-    }[dtype]
-    bits = data.view(kind)
-    chunk = 1 << 22
-    return not any(
-        bool(((bits[i : i + chunk] & mask) == mask).any()) for i in range(0, len(bits), chunk)
-    )
+    scale = None
+    if folder.form.dtype == FP8:
+        scale = tensor("hidden_states_scale", "<f4").reshape(-1, folder.form.layers)
+    return states_problem(tensor("hidden_states", "u1"), scale, folder.form, folder.layers)

@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from common.data.samples import Sample
 from common.draft.packed_row import FILL, PackedRow, make_row, tensors_of
 from common.errors import UserError
-from common.states.files import read_hidden
 from common.states.folder import HiddenFolder
+from common.states.values import PIECE, all_finite, row_problem, states_problem
 from common.tensor_files import read_header
 
 READ_AHEAD = 2
@@ -98,34 +99,42 @@ class RowReader:
         return row
 
     def _read_sample(self, index: int, buffer: Buffer, start: int, end: int) -> None:
-        """Read one sample's file into its place; UserError unless it is the sample's."""
-        path = self.hidden.file(index)
+        """Read one sample's file into its place; UserError unless it is the sample's, with states
+        that can be trained on."""
+        path, form = self.hidden.file(index), self.hidden.form
         header = read_header(path)
         ids = torch.empty(end - start, dtype=torch.int64)
-        places = {"token_ids": ids, "hidden_states": buffer.states_TLH[start:end]}
-        if buffer.scale_TL is not None:
-            places["hidden_states_scale"] = buffer.scale_TL[start:end]
+        states = bytes_of(buffer.states_TLH[start:end])
+        scale_TL = None if buffer.scale_TL is None else buffer.scale_TL[start:end]
+        finite = True
         with open(path, "rb", buffering=0) as f:
-            for name, tensor in places.items():
-                f.seek(header[name].begin)
-                read_into(f, tensor, path)
+            read_into(f, header["token_ids"].begin, bytes_of(ids), path)
+            if scale_TL is not None:
+                read_into(f, header["hidden_states_scale"].begin, bytes_of(scale_TL), path)
+            for at in range(0, len(states), PIECE):  # looked at while it is in the cache
+                piece = states[at : at + PIECE]
+                read_into(f, header["hidden_states"].begin + at, piece, path)
+                finite = finite and all_finite(piece, form.dtype)
+        problem = None
         if not torch.equal(ids, torch.from_numpy(self.samples[index].input_ids).long()):
-            raise UserError(
-                f"{path}: its token_ids are not the sample's; delete it and run 03 again"
-            )
-
-    def check_finite(self, indices: list[int]) -> None:
-        """UserError where a sample's states are not finite."""
-        for index in indices:
-            path = self.hidden.file(index)
-            states_TLH, _ = read_hidden(path)
-            if not torch.isfinite(states_TLH).all():
-                raise UserError(f"{path}: its states are not finite; delete it and run 03 again")
+            problem = "its token_ids are not the sample's"
+        else:
+            check = row_problem if finite else states_problem
+            scales = None if scale_TL is None else scale_TL.numpy()
+            problem = check(states, scales, form, self.hidden.layers)
+        if problem:
+            raise UserError(f"{path}: {problem}; delete it and run 03 again")
 
 
-def read_into(f: FileIO, tensor: torch.Tensor, path: Path) -> None:
-    """Fill a contiguous tensor from an open file."""
-    left = tensor.view(torch.uint8).numpy().reshape(-1).data
+def bytes_of(tensor: torch.Tensor) -> np.ndarray:
+    """A contiguous tensor's own memory, uint8."""
+    return tensor.view(torch.uint8).numpy().reshape(-1)
+
+
+def read_into(f: FileIO, begin: int, data: np.ndarray, path: Path) -> None:
+    """Fill an array of bytes from an open file."""
+    f.seek(begin)
+    left = data.data
     while left:
         count = f.readinto(left)
         if not count:

@@ -9,7 +9,6 @@ import torch
 
 from common.artifacts import atomic_file
 from common.draft.config import flops_of_step
-from common.errors import UserError
 from common.progress import Progress, log
 from common.training.packing import StepWork
 from common.training.setup import Training, TrainJob
@@ -47,7 +46,7 @@ class StepLog:
     """
 
     def __init__(self, job: TrainJob, training: Training):
-        self.job, self.trainer, self.reader = job, training.trainer, training.reader
+        self.job, self.trainer = job, training.trainer
         self.seconds = training.seconds
         self._launched: tuple[int, StepSums, StepWork, float] | None = None
         self.metrics = self.bar = None
@@ -72,18 +71,12 @@ class StepLog:
 
     def finish_step(self) -> bool:
         """Wait for the step launched last, and note it; returns whether any rank got a signal to
-        stop before it. UserError where its loss or gradient is not finite, which names the file
-        that is to blame, if one is."""
+        stop before it. UserError where its loss or gradient is not finite."""
         if self._launched is None:
             return False
         number, sums, work, lr = self._launched
         self._launched = None
-        try:
-            found = sums.metrics(number, work.losses)
-        except UserError:
-            for row in self.job.steps[number - 1].rows:
-                self.reader.check_finite(row)
-            raise
+        found = sums.metrics(number, work.losses)
         seconds, self._last = time.monotonic() - self._last, time.monotonic()
         self.seconds += seconds
         self.note_step(number, found, work, lr, seconds)
