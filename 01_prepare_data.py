@@ -22,6 +22,7 @@ from common.manifest import Output, Stage
 
 if TYPE_CHECKING:
     from common.data.encoding import EncodedRow, SampleLine
+    from common.data.loops import Loops
     from common.data.sources import Source
     from common.verifier.config import Verifier
 
@@ -44,6 +45,8 @@ def parse_args() -> PrepareSettings:
     p.add_common("--template-args")
     add("--keep-unfinished", action="store_true",
         help='keep answers that the length limit cut (finish_reason "length")')
+    add("--drop-looping", action="store_true",
+        help="drop samples with an answer that repeats itself (common/data/loops.py)")
     add("--skip-bad-rows", action="store_true",
         help="count and drop rows that are no conversation instead of stopping at the first")
     add("--workers", type=cli.integer(1, 256), help="processes (default: cores)")
@@ -89,14 +92,14 @@ def main() -> None:
     # ---------------------------------------------------------------- work
     rows = read_rows(sources, enough=settings.max_samples or float("inf"))
     encoded = encoding.encode_rows(settings, verifier, rows)
-    counts = write_samples(encoded, settings.max_samples, output, sources[0].name, started)
+    counts, answers = write_samples(encoded, settings.max_samples, output, sources[0].name, started)
 
     # ---------------------------------------------------------------- report
     share = 100 * counts["loss_tokens"] / counts["tokens"]
     progress.log(
         f"prepare: {counts['samples']} samples from {counts['rows']} rows, {counts['tokens']}"
         f" tokens, {share:.0f}% with loss{counted_events(counts) or '; nothing cut or dropped'};"
-        f" {progress.duration(time.monotonic() - started)} -> {out}"
+        f" {answers}; {progress.duration(time.monotonic() - started)} -> {out}"
     )
 
 
@@ -115,6 +118,8 @@ def stage_of(settings: PrepareSettings, verifier: "Verifier", sources: list["Sou
         "skip_bad_rows": settings.skip_bad_rows,
         "end_ids": list(verifier.end_ids),
     }
+    if settings.drop_looping:  # no setting of earlier versions' data
+        decisive["drop_looping"] = True
     inputs = {
         "dataset": sources_digest(sources),
         "tokenizer": tokenizer_fingerprint(settings.model_path),
@@ -128,17 +133,20 @@ def write_samples(
     output: Output,
     source: str,
     started: float,
-) -> Counter[str]:
-    """Write the samples and the manifest; returns its counts. UserError where there is no sample,
-    naming the source."""
+) -> tuple[Counter[str], "Loops"]:
+    """Write the samples and the manifest; returns its counts and those of looping answers.
+    UserError where there is no sample, naming the source."""
+    from common.data.loops import Loops
     from common.data.samples import FILE
 
     counts: Counter[str] = Counter()
+    answers = Loops()
     bar = progress.Progress("prepare", max_samples or 0, "samples")
     with artifacts.atomic_file(output.folder / FILE, "w") as f:
         for line in unique_samples(encoded, counts):
             f.write(line.text)
-            counts.update(samples=1, tokens=line.tokens, loss_tokens=line.loss_tokens)
+            counts.update(samples=1, tokens=line.tokens, loss_tokens=line.answers.tokens)
+            answers += line.answers
             bar.add(1)
             if counts["samples"] == max_samples:
                 break
@@ -150,8 +158,13 @@ def write_samples(
         f.flush()
         digest = artifacts.sha256_file(Path(f.name))
         seconds = time.monotonic() - started
+        counts.update(
+            answers=answers.answers,
+            looping_answers=answers.looping,
+            looping_loss_tokens=answers.looping_tokens,
+        )
         output.finish(dict(counts) | {"file_sha256": digest}, digest, seconds)
-    return counts
+    return counts, answers
 
 
 def log_dry_run(rows: Iterator["EncodedRow"]) -> None:

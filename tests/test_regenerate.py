@@ -10,6 +10,7 @@ import urllib.request
 
 import pytest
 
+from common.data.loops import Loops, count_loops
 from common.data.samples import read_samples
 from common.regeneration.responses import joined, response_row
 from common.regeneration.turns import Answer, AnsweredTurn, Conversation, split_reasoning
@@ -82,6 +83,10 @@ def test_a_servers_answers_are_kept(smollm2, tokenizer, server, tmp_path):
     assert "finish reasons: " in last_line(result)
     assert answers.read_text().splitlines()[:4] == before
     rows = rows_of(answers)
+    loops = sum((count_loops(row["input_ids"], row["loss_mask"]) for row in rows), Loops())
+    assert f"; {loops}" in last_line(result)  # the killed run's answers too
+    counts = json.loads((out / "data_config.json").read_text())["counts"]
+    assert (counts["looping_answers"], loops.answers) == (loops.looping, 16)
     assert sorted(r["id"] for r in rows) == sorted(names)
     for row in rows:
         check_ids(tokenizer, row)

@@ -19,7 +19,7 @@ from common.states.folder import open_hidden
 from common.verifier import engine
 from common.verifier.config import load_verifier
 from common.verifier.tensors import read_tensors
-from tests.conftest import must, script, write_jsonl
+from tests.conftest import last_line, must, script, write_jsonl
 
 
 @pytest.fixture(scope="module")
@@ -176,17 +176,21 @@ def test_right_drafts_are_accepted_and_change_no_answer(tiny_llama, tiny_prepare
     folder.mkdir()
     d2t = target_D - torch.arange(D)
     export_draft(folder, draft.shape, weights, known, [2, 4, 5], 3, d2t, t2d, torch.float32)
-    must(
+    line = last_line(must(
         script("tools/evaluate_draft.py", "--model-path", model, "--draft", folder, "--prompts",
                tiny_prepared / "tokenized_data.jsonl", "--max-samples", 12, "--max-seq-len", 256,
                "--max-new-tokens", 24, "--dtype", "float32", "--output-dir", out,
                "--engine-args", '{"enforce_eager": true}')
-    )  # fmt: skip
+    ))  # fmt: skip
     result = json.loads((out / "result.json").read_text())
     assert result["acceptance_length"] > 2.5
     positions = result["acceptance_by_position"]
     assert result["acceptance_length"] == pytest.approx(1 + sum(positions), abs=1e-6)
     assert result["identical_share"] == 1
+    looping = result["looping_prompts"]
+    assert result["looping_share"] == len(looping) / 12
+    assert f"; {len(looping)} of 12 answers loop, " in line
+    assert result["acceptance_length_without_looping"] is None or len(looping) < 12
 
 
 @pytest.mark.quick

@@ -233,7 +233,7 @@ def report(
     started: float,
 ) -> None:
     """Compare the runs with and without the draft; write result.json, table.txt and manifest."""
-    from common.serving.acceptance import acceptance, result_of, table
+    from common.serving.acceptance import acceptance, result_of, table, without_looping
 
     out, prompts = output.folder, len(plain.answers)
     result = acceptance(plain, drafted, settings.num_speculative_tokens, settings.seed)
@@ -246,7 +246,7 @@ def report(
     low, high = result.interval_95
     progress.log(
         f"evaluate: acceptance length {result.acceptance_length:.3f}"
-        f" (95% {low:.3f} to {high:.3f}) over {prompts} prompts;"
+        f" (95% {low:.3f} to {high:.3f}) over {prompts} prompts; {without_looping(result)};"
         f" {progress.duration(seconds)} -> {out}"
     )
 

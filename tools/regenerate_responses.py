@@ -168,7 +168,7 @@ def report(
     from common.data.conversations import CUT
 
     seconds = time.monotonic() - started
-    answered = responses.answered.values()
+    answered, loops = responses.answered.values(), responses.loops
     tokens = sum(turn.tokens for turn in answered)
     reasons = Counter(turn.finish_reason for turn in answered)
     ended = Counter(turn.final for turn in answered if turn.final) + refused
@@ -180,15 +180,21 @@ def report(
         **{f"finish_reason: {reason}": n for reason, n in sorted(reasons.items())},
         **{f"ended early: {reason}": n for reason, n in sorted(ended.items())},
     }
+    if loops.answers:  # with ids
+        counts |= {"looping_answers": loops.looping, "looping_tokens": loops.looping_tokens}
     job.output.finish(counts, artifacts.sha256_file(responses.path), seconds)
     ends = ", ".join(f"{reason} {n}" for reason, n in reasons.most_common())
     if ended:
         ends += "; ended early: " + ", ".join(f"{why} {n}" for why, n in ended.most_common())
     if reasons[CUT]:
         ends += f"; 01 leaves out those of {CUT}, unless --keep-unfinished"
+    looping = f"; {loops}" if loops.answers else ""
+    if loops.looping:
+        looping += ", 01 leaves them out with --drop-looping"
     progress.log(
         f"regenerate: {len(answered)} answers{f', {tokens} tokens' if tokens else ''} (finish"
-        f" reasons: {ends}); this run {new} in {progress.duration(seconds)} -> {responses.path}"
+        f" reasons: {ends}){looping}; this run {new} in {progress.duration(seconds)}"
+        f" -> {responses.path}"
     )
 
 

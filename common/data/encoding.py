@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from common.data.chat_template import Encoded, Template, load_template
 from common.data.conversations import CUT, NO_ANSWER, RowError, bad_row, messages_of, tools_of
+from common.data.loops import Loops, count_loops
 from common.data.samples import SEPARATOR, check_sample, conversation_id, conversation_name
 from common.data.settings import PrepareSettings
 from common.data.sources import Row
@@ -33,12 +34,13 @@ FEW = 1024
 
 
 class SampleLine(NamedTuple):
-    """A sample as written, the hash of its ids and mask, its tokens, and those with loss."""
+    """A sample as written, the hash of its ids and mask, its tokens, and its answers, whose tokens
+    are those with loss."""
 
     text: str
     content: bytes
     tokens: int
-    loss_tokens: int
+    answers: Loops
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,9 @@ class RowEncoder:
             if not any(mask):
                 counts["dropped: no loss tokens"] += 1
                 continue
+            if self.settings.drop_looping and count_loops(ids, mask).looping:
+                counts["dropped: looping answer"] += 1
+                continue
             if mask[-1] and ids[-1] not in self.verifier.end_ids:
                 counts["note: answers without an end-of-turn token"] += 1
             samples.append({"input_ids": ids, "loss_mask": mask})
@@ -140,7 +145,7 @@ class RowEncoder:
 def line_of(sample: dict[str, Any]) -> SampleLine:
     ids, mask = sample["input_ids"], sample["loss_mask"]
     content = hashlib.blake2b(array("q", ids).tobytes() + bytes(mask), digest_size=16).digest()
-    return SampleLine(json.dumps(sample) + "\n", content, len(ids), sum(mask))
+    return SampleLine(json.dumps(sample) + "\n", content, len(ids), count_loops(ids, mask))
 
 
 # ---------------------------------------------------------------- on all cores

@@ -22,6 +22,7 @@ class PrepareSettings:
     long: str
     template_args: dict[str, Any]
     keep_unfinished: bool
+    drop_looping: bool
     skip_bad_rows: bool
     workers: int
     show: int | None

@@ -11,6 +11,7 @@ from typing import IO, Any
 
 from common.artifacts import atomic_file, decode_json
 from common.data.conversations import CUT
+from common.data.loops import Loops, count_loops
 from common.errors import UserError, again
 from common.manifest import Output
 from common.regeneration.turns import Answer, AnsweredTurn, Conversation
@@ -19,11 +20,15 @@ FILE = "responses.jsonl"
 
 
 class Responses:
-    """The file while it grows. `answered`: turn name → turn, those of earlier runs included."""
+    """The file while it grows. `answered`: turn name → turn, those of earlier runs included;
+    `loops`: how many of those with ids loop."""
 
     def __init__(self, output: Output, all_turns: bool):
         self.path = output.folder / FILE
-        self.answered = {} if output.overwrite else read_responses(self.path, all_turns)
+        self.answered: dict[str, AnsweredTurn] = {}
+        self.loops = Loops()
+        if not output.overwrite:
+            self.answered, self.loops = read_responses(self.path, all_turns)
         self._output = output
         self._file: IO[str] | None = None
 
@@ -38,6 +43,7 @@ class Responses:
         self._file.flush()
         messages = row.get("messages", []) if conversation.later else []
         name, tokens, reason = turn_summary(row)
+        self.loops += loops_of(row)
         self.answered[name] = AnsweredTurn(messages, tokens, reason, row.get("final", ""))
         return self.answered[name]
 
@@ -77,11 +83,18 @@ def turn_summary(row: dict[str, Any]) -> list[Any]:
     return [row["id"], sum(row.get("loss_mask", [])), row["finish_reason"]]
 
 
-def read_responses(path: Path, all_turns: bool) -> dict[str, AnsweredTurn]:
-    """The turns already answered; cuts off a last line that a kill left unfinished."""
+def loops_of(row: dict[str, Any]) -> Loops:
+    """Of a line's answers; of none where it has no ids."""
+    return count_loops(row.get("input_ids", []), row.get("loss_mask", []))
+
+
+def read_responses(path: Path, all_turns: bool) -> tuple[dict[str, AnsweredTurn], Loops]:
+    """The turns already answered, and how many loop; cuts off a last line that a kill left
+    unfinished."""
     answered: dict[str, AnsweredTurn] = {}
+    loops = Loops()
     if not path.exists():
-        return answered
+        return answered, loops
     good = 0
     with open(path, "rb") as f:
         for line in f:
@@ -92,6 +105,7 @@ def read_responses(path: Path, all_turns: bool) -> dict[str, AnsweredTurn]:
                 messages = row.get("messages", []) if all_turns else []
                 for name, tokens, reason in row.get("joined") or [turn_summary(row)]:
                     answered[name] = AnsweredTurn(messages, tokens, reason, row.get("final", ""))
+                loops += loops_of(row)
             except (ValueError, TypeError, KeyError) as e:
                 raise UserError(
                     f"{path}: the line after byte {good} is damaged ({e}); delete that line (its"
@@ -100,7 +114,7 @@ def read_responses(path: Path, all_turns: bool) -> dict[str, AnsweredTurn]:
             good += len(line)
     with open(path, "r+b") as f:
         f.truncate(good)
-    return answered
+    return answered, loops
 
 
 def join_turns(path: Path, names: list[list[str]]) -> None:

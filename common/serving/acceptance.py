@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from common.artifacts import read_json, write_json
+from common.data.loops import loops
 from common.serving.generation import Decoded, Run
 from common.serving.parity import Parity
 
@@ -42,7 +43,9 @@ class Acceptance:
     acceptance_length: tokens per forward pass of the verifier, 1 + accepted; interval_95: of it;
     acceptance_by_position: share accepted of each drafted token; identical_share: of the answers
     with and without the draft; prompts: id → [drafts, tokens emitted with them], for paired
-    comparisons.
+    comparisons. looping_prompts: those whose answer with the draft repeats itself
+    (data/loops.py), which is easily predicted; acceptance_length_without_looping: of the others,
+    None where there are none.
     """
 
     acceptance_length: float
@@ -55,6 +58,9 @@ class Acceptance:
     identical_share: float
     tokens: int
     prompts: dict[str, list[int]]
+    looping_share: float
+    acceptance_length_without_looping: float | None
+    looping_prompts: list[str]
 
 
 def draft_counters(llm: Any) -> dict[str, float]:
@@ -76,7 +82,8 @@ def acceptance(plain: Run, drafted: DraftMeasurement, depths: int, seed: int) ->
 
     The acceptance length is vLLM's count. Its interval is a bootstrap over prompts (passes of
     one prompt are alike) of the tokens that each pass emitted, moved to that count: the two
-    differ by the accepted tokens that fall behind an answer's end.
+    differ by the accepted tokens that fall behind an answer's end. So is the length without
+    looping answers.
 
     Args:
         depths: drafted tokens per pass; seed: of the bootstrap.
@@ -89,6 +96,13 @@ def acceptance(plain: Run, drafted: DraftMeasurement, depths: int, seed: int) ->
     )
     length = 1 + counters["accepted"] / drafts
     emitted = tokens_per_pass(per_prompt)
+    looping = [name for name, answer in run.answers.items() if loops(answer.ids)]
+    others = [
+        (o.passes, o.passes_tokens)
+        for name, o in run.answers.items()
+        if o.passes and name not in looping
+    ]
+    without = length + (tokens_per_pass(others) - emitted) if others else None
     same = sum(plain.answers[k].ids == run.answers[k].ids for k in plain.answers)
     plain_rate, drafted_rate = plain.tokens / plain.seconds, run.tokens / run.seconds
     return Acceptance(
@@ -102,7 +116,17 @@ def acceptance(plain: Run, drafted: DraftMeasurement, depths: int, seed: int) ->
         identical_share=same / len(plain.answers),
         tokens=run.tokens,
         prompts={name: [o.passes, o.passes_tokens] for name, o in run.answers.items()},
+        looping_share=len(looping) / len(run.answers),
+        acceptance_length_without_looping=without,
+        looping_prompts=looping,
     )
+
+
+def without_looping(found: Acceptance) -> str:
+    """For people: how many answers loop, and the acceptance length of the others."""
+    length = found.acceptance_length_without_looping
+    others = f"{length:.3f} without them" if length is not None else "no other was measured"
+    return f"{len(found.looping_prompts)} of {len(found.prompts)} answers loop, {others}"
 
 
 def tokens_per_pass(prompts: list[tuple[int, int]]) -> float:
@@ -121,6 +145,7 @@ def table(found: Acceptance, parity: Parity | None) -> str:
     lines = [
         ("prompts, drafts", f"{len(found.prompts)}, {found.drafts}"),
         ("acceptance length", f"{found.acceptance_length:.3f} (95% {low:.3f} to {high:.3f})"),
+        ("looping answers", without_looping(found)),
         (
             "acceptance per position",
             " ".join(f"{100 * share:.1f}%" for share in found.acceptance_by_position),

@@ -11,7 +11,7 @@ import numpy as np
 
 from common.states.files import FP8, StatesFormat
 
-PIECE = 1 << 20  # bytes
+PIECE = 1 << 18  # bytes
 FIRST = 32  # numbers of a row that are looked at before the complete row
 # Raw bits of a number, and those of its exponent: all ones in NaN and Inf (float8_e4m3fn has no
 # infinities, its NaN is all ones behind the sign).
