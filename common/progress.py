@@ -27,6 +27,7 @@ def quiet_libraries() -> None:
         "DATASETS_VERBOSITY": "error",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "HF_HUB_VERBOSITY": "error",
         "VLLM_NO_USAGE_STATS": "1",
         "PYTHONWARNINGS": "ignore",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
