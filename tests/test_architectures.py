@@ -5,8 +5,6 @@ transformers in float32 on the CPU with the same weights. A mixture of experts s
 tokens elsewhere in bfloat16, so states are judged by the median over tokens.
 """
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +15,7 @@ from common.states.files import hidden_file, read_hidden
 from common.verifier.config import load_verifier
 from common.verifier.tensors import read_tensors
 from tests.conftest import must, script, write_jsonl
+from tests.tiny_families import transformers_states
 from tests.tiny_models import ARCHITECTURES, make_rows
 
 ROWS = make_rows(16)
@@ -36,7 +35,7 @@ def made(request, tmp_path_factory) -> dict[str, Any]:
                 "--output-dir", folder / "prepared"))  # fmt: skip
     model = load_verifier(str(path))
     n = model.num_layers
-    want, logprobs = transformers_states(path)
+    want, logprobs = transformers_states(path, ROWS)
     return {"name": request.param, "folder": folder, "model": model, "layers": [1, 3, n - 2, n - 1],
             "want": want, "logprobs": logprobs}  # fmt: skip
 
@@ -65,42 +64,6 @@ def extract(made, tp: int, *more: object) -> tuple[str, list[torch.Tensor]]:
         assert hidden_TLH.dtype == torch.bfloat16
         states.append(hidden_TLH.float())
     return result.stdout + result.stderr, states
-
-
-def transformers_states(path: Path) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Each sample's states after every layer [T, n, H], by hooks (the last of transformers'
-    own hidden_states is after the final norm), and its log-probabilities [T, V]."""
-    reference = transformers_model(path).eval()
-    seen: list[torch.Tensor] = []
-    for layer in reference.model.layers:
-        layer.register_forward_hook(
-            lambda _m, _a, out: seen.append(out[0] if isinstance(out, tuple) else out)
-        )
-    states, logprobs = [], []
-    for row in ROWS:
-        seen.clear()
-        ids = torch.tensor([row["input_ids"]])
-        with torch.no_grad():
-            logits = reference(ids, use_cache=False).logits[0]
-        states.append(torch.stack([s.view(ids.shape[1], -1) for s in seen], dim=1))
-        logprobs.append(F.log_softmax(logits, -1))
-    return states, logprobs
-
-
-def transformers_model(path: Path) -> Any:
-    """The verifier in transformers; of Kimi's wrapper the DeepSeek-V3 inside."""
-    from safetensors.torch import load_file
-    from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
-
-    config = json.loads((path / "config.json").read_text())
-    if "text_config" not in config:
-        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    weights = load_file(path / "model.safetensors")
-    inner = {name.removeprefix("language_model."): tensor for name, tensor in weights.items()}
-    text = DeepseekV3Config(**config["text_config"] | {"model_type": "deepseek_v3"})
-    return DeepseekV3ForCausalLM.from_pretrained(
-        None, config=text, state_dict=inner, dtype=torch.float32
-    )
 
 
 def median_error(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:

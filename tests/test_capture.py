@@ -21,6 +21,8 @@ from common.tensor_files import file_checksum
 from common.verifier.config import load_verifier
 from common.verifier.decoder import find_decoder
 from common.verifier.engine import start_engine, stop_engine
+from tests.tiny_families import FAMILIES, transformers_states
+from tests.tiny_models import make_rows
 
 pytestmark = pytest.mark.quick
 
@@ -34,41 +36,48 @@ TEXTS = [
 ]
 
 
+def capture_of(path, **flags: Any) -> tuple[ExtractSettings, Any]:
+    """03's settings for a verifier, and what it captures with them."""
+    settings = ExtractSettings(
+        **{
+            "model_path": str(path), "prepared_data": "", "output_dir": "", "max_samples": None,
+            "max_seq_len": 512, "tp_size": 1, "max_batch_tokens": 1024, "batch_size": 128,
+            "gpu_memory_utilization": 0.5, "storage_dtype": "auto", "num_shards": 1,
+            "shard_index": 0, "allow_missing": 0, "engine_args": {}, "load_timeout": 120,
+            "verify": False, "dry_run": False, "overwrite": False, "trust_remote_code": False,
+        } | flags
+    )  # fmt: skip
+    return settings, resolve_capture(settings, load_verifier(str(path)))
+
+
+def run(llm: Any, batch: list, folder, **more: Any) -> list:
+    """Capture one batch into the folder; vLLM's outputs."""
+    outputs = engine.forward(llm, batch, **more)
+    finished = engine.written(engine.rank0(llm, "capture_submit", 0, batch, str(folder)))
+    (result,) = finished + engine.rank0(llm, "capture_finish")
+    assert result.bad == {}
+    assert result.checksums == {i: file_checksum(hidden_file(folder, i)) for i, _ in batch}
+    return outputs
+
+
 @pytest.fixture(scope="module")
 def captured(smollm2, tokenizer, tmp_path_factory):
     """States of TEXTS by real vLLM in float32: {"together": folder, "alone": folder} and more."""
-    model = load_verifier(str(smollm2))
     samples = [(i, np.array(tokenizer.encode(t), np.int32)) for i, t in enumerate(TEXTS)]
-    flags = ExtractSettings(
-        model_path=str(smollm2), prepared_data="", output_dir="", max_samples=None,
-        max_seq_len=512, layers=LAYERS, tp_size=1, max_batch_tokens=1024, batch_size=128,
-        gpu_memory_utilization=0.5, dtype="float32", storage_dtype="auto", num_shards=1,
-        shard_index=0, allow_missing=0, engine_args={}, load_timeout=120, verify=False,
-        dry_run=False, overwrite=False, trust_remote_code=False,
-    )  # fmt: skip
-    capture = resolve_capture(flags, model)
+    flags, capture = capture_of(smollm2, layers=LAYERS, dtype="float32")
     llm: Any = start_engine(engine.capture_engine_args(flags, capture, 512), {})
     llm.collective_rpc("ignore_signals")
-    found = engine.find_layers(llm, model)
+    found = engine.find_layers(llm, capture.verifier)
     engine.start_capture(llm, capture, 1024, "float32")
-
-    def run(batch, folder, **more):
-        outputs = engine.forward(llm, batch, **more)
-        finished = engine.written(engine.rank0(llm, "capture_submit", 0, batch, str(folder)))
-        (result,) = finished + engine.rank0(llm, "capture_finish")
-        assert result.bad == {}
-        assert result.checksums == {i: file_checksum(hidden_file(folder, i)) for i, _ in batch}
-        return outputs
-
     folder = tmp_path_factory.mktemp("captured")
-    head = write_head(llm, model, folder / "head.safetensors")
+    head = write_head(llm, capture.verifier, folder / "head.safetensors")
     engine.rank0(llm, "capture_check_layers", True)
-    outputs = run(samples[:4], folder / "together", prompt_logprobs=0)
+    outputs = run(llm, samples[:4], folder / "together", prompt_logprobs=0)
     received = engine.rank0(llm, "capture_check_layers", False)
-    run(samples[4:], folder / "together")
+    run(llm, samples[4:], folder / "together")
     for one in samples:
-        run([one], folder / "alone")
-    run(samples[::-1][1:], folder / "reversed")
+        run(llm, [one], folder / "alone")
+    run(llm, samples[::-1][1:], folder / "reversed")
     llm.collective_rpc("capture_stop")
     stop_engine(llm)
     logprobs = {
@@ -77,6 +86,43 @@ def captured(smollm2, tokenizer, tmp_path_factory):
     }
     return {"folder": folder, "samples": samples, "received": received, "logprobs": logprobs,
             "head": head, "found": found}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "said"),
+    [
+        ("gpt_oss", "called with hidden_states, positions, residual; returns hidden + residual;"),
+        # vLLM runs it by transformers' own layers, on a batch of one
+        ("olmo2", "position_ids, use_cache; returns hidden; embedding model.embed_tokens"),
+        # the residual that its layers return is part of the hidden states already
+        ("granitemoehybrid", "positions, hidden_states; returns hidden and 1 more;"),
+    ],
+)
+def test_families_that_call_their_layers_otherwise(family, said, tmp_path):
+    """Layers before the last as transformers has them, within bfloat16, and no neighbour."""
+    path = FAMILIES[family](tmp_path / "model")
+    rows = make_rows(3)
+    want, _ = transformers_states(path, rows)
+    flags, capture = capture_of(path, layers=[0, 2, 4, 5], dtype="bfloat16")
+    llm: Any = start_engine(engine.capture_engine_args(flags, capture, 512), {})
+    try:
+        found = engine.find_layers(llm, capture.verifier)
+        engine.start_capture(llm, capture, 1024, "bfloat16")
+        engine.rank0(llm, "capture_check_layers", True)
+        batch = [(i, np.array(row["input_ids"], np.int32)) for i, row in enumerate(rows)]
+        run(llm, batch, tmp_path)
+        check_received(engine.rank0(llm, "capture_check_layers", False), [0, 2, 4, 5], 6)
+        llm.collective_rpc("capture_stop")
+    finally:
+        stop_engine(llm)
+    assert said in found
+    ours_NLH = torch.cat([read_hidden(hidden_file(tmp_path, i))[0].float() for i, _ in batch])
+    theirs_NLH = torch.cat(want)
+    for at, layer in enumerate([0, 2, 4, 5]):
+        error_NL = (ours_NLH[:, at, None] - theirs_NLH).norm(dim=-1) / theirs_NLH.norm(dim=-1)
+        error_L = error_NL.median(0).values
+        assert int(error_L.argmin()) == layer
+        assert float(error_L[layer]) < 0.1 < float(error_L.sort().values[1]) / 2
 
 
 @pytest.mark.parametrize("layout", ["together", "alone", "reversed"])
