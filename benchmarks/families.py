@@ -44,7 +44,7 @@ def main() -> None:
     p = argparse.ArgumentParser()
     p.add_argument("names", nargs="*", default=[*FAMILIES, *FALLS_BACK])
     p.add_argument("--jobs", type=int, default=1, help="families at the same time")
-    p.add_argument("--limit", type=float, default=600, help="seconds per family")
+    p.add_argument("--limit", type=float, default=900, help="seconds per family")
     p.add_argument("--tp-size", type=int, default=1)
     p.add_argument("--logs", type=Path, help="folder for models, logs and data")
     p.add_argument("--make", action="store_true", help="make NAME in --logs, and end")
@@ -107,17 +107,17 @@ class Family:
         states = ["--hidden-states", hidden]
         want = torch.load(self.folder / "states.pt")
         n = want[0].shape[1]
+        layers = ["--layers", 1, 3, n - 2, n - 1]
         log = self.step(
             "extract", "03_extract_hidden_states.py", *data, "--output-dir", hidden,
-            "--layers", 1, 3, n - 2, n - 1, "--max-seq-len", 256, "--max-batch-tokens", 512,
-            *engine,
+            *layers, "--max-seq-len", 256, "--max-batch-tokens", 512, *engine,
         )  # fmt: skip
         self.found |= extracted(log)
         self.found["states"] = states_error(hidden, want)
         self.step("vocab", "02_build_vocab_map.py", *data, "--output-dir", vocab,
                   "--draft-vocab-size", 256)  # fmt: skip
         self.step(
-            "train", "04_train.py", *data, *states, "--vocab-map", vocab, "--output-dir", draft,
+            "train", "04_train.py", *data, *states, *layers, "--vocab-map", vocab, "--output-dir", draft,
             "--epochs", 1, "--max-batch-tokens", 512, "--heldout-fraction", 0,
         )  # fmt: skip
         self.found["loss"] = first_loss(draft)

@@ -146,6 +146,7 @@ def test_the_stream_is_captured_however_layers_are_called(kind, call, said, tmp_
     model = Model(kind, call)
     worker = Worker(model)
     run(model, LOOK_IDS)
+    run(model, LOOK_IDS)  # not looked at
     found: Any = worker.capture_found(H)
     assert found.refusal is None
     assert f"layers blocks ({kind.__name__} x 4), called with {said}" in found.description

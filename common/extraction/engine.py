@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError
 from common.extraction.batching import BATCHES_IN_FLIGHT, MAX_SAMPLES_PER_BATCH
-from common.extraction.layer_calls import LOOK_IDS
+from common.extraction.layer_calls import LOOK_IDS, LOOK_TOKENS
 from common.extraction.settings import ExtractSettings
 from common.extraction.work import Capture, SampleIds
 from common.verifier.config import Verifier
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from common.extraction.capture import Submitted
     from common.extraction.writer import WrittenBatch
 
-SHORTEST = sum(map(len, LOOK_IDS))  # tokens that an engine here takes, however short the samples
+SHORTEST = LOOK_TOKENS  # tokens that an engine here takes, however short the samples
 
 
 def capture_engine_args(

@@ -25,6 +25,7 @@ from common.verifier.decoder import Decoder, join, outwards
 
 # Two samples of which each id says its position: 31, 30 ... 12 and 11, 10 ... 0.
 LOOK_IDS = [np.arange(31, 11, -1, dtype=np.int32), np.arange(11, -1, -1, dtype=np.int32)]
+LOOK_TOKENS = 32
 
 Slot = int | str  # where a call has a value: its index or its keyword
 
@@ -72,6 +73,7 @@ class Recorder:
     def __init__(self, root: nn.Module, decoder: Decoder):
         self.decoder = decoder
         self.ids_N: torch.Tensor | None = None
+        self.over = False
         self.calls: dict[str, list[dict[Slot, Any]]] = {}  # by dotted name
         self.results: list[list[Any]] = [[] for _ in decoder.layers]
         self.copies: list[Any] = []  # of the last layer's results and the norm's arguments, which
@@ -96,10 +98,13 @@ class Recorder:
         self._undo.append(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
 
     def _note_ids(self, _module: nn.Module, args: tuple) -> None:
+        self.over = self.ids_N is not None  # an engine of one request at a time makes two passes
         if self.ids_N is None and args:
             self.ids_N = args[0].reshape(-1).clone()
 
     def _note(self, path: str, args: tuple, kwargs: dict[str, Any]) -> None:
+        if self.over:
+            return
         call: dict[Slot, Any] = dict(enumerate(args))
         call.update(kwargs)  # type: ignore[arg-type]
         self.calls.setdefault(path, []).append(call)
@@ -107,6 +112,8 @@ class Recorder:
             self.norm_copies = copies(call.values())
 
     def _note_result(self, i: int, _module: nn.Module, _args: tuple, output: Any) -> None:
+        if self.over:
+            return
         self.results[i] = [output] if torch.is_tensor(output) else list(output)
         if i + 1 == len(self.results):
             self.copies = copies(self.results[i])
@@ -214,17 +221,19 @@ def positions_place(seen: Recorder, first: str) -> Place:
     """Where the positions are: in the first layer's call, or in that of the innermost module round
     the layers that gets them."""
     assert seen.ids_N is not None
-    position_of = np.empty(32, np.int64)
+    position_of = np.empty(LOOK_TOKENS, np.int64)
     for ids in LOOK_IDS:
         position_of[ids] = np.arange(len(ids))
-    expected_N = torch.from_numpy(position_of[seen.ids_N.cpu().numpy()])
-    tokens = len(expected_N)
+    tokens = len(seen.ids_N)
+    expected = torch.from_numpy(
+        position_of[seen.ids_N[:LOOK_TOKENS].cpu().numpy()]
+    )  # the rest is padding
     for path in (first, *outwards(seen.decoder.layers_path)):
         for call in seen.calls.get(path, [])[:1]:
             for slot, value in call.items():
                 if is_integers(value, tokens):
                     row_N = value.reshape(-1, tokens)[0].cpu()  # M-RoPE: three equal rows for text
-                    if torch.equal(row_N.to(torch.int64), expected_N):
+                    if torch.equal(row_N[:LOOK_TOKENS].to(torch.int64), expected):
                         return Place(path, slot)
     met = shown(seen.calls[first][0].values())
     raise refusal(
