@@ -117,8 +117,9 @@ class Family:
         self.step("vocab", "02_build_vocab_map.py", *data, "--output-dir", vocab,
                   "--draft-vocab-size", 256)  # fmt: skip
         self.step(
-            "train", "04_train.py", *data, *states, *layers, "--vocab-map", vocab, "--output-dir", draft,
-            "--epochs", 1, "--max-batch-tokens", 512, "--heldout-fraction", 0,
+            "train", "04_train.py", *data, *states, *layers, "--vocab-map", vocab,
+            "--output-dir", draft, "--epochs", 1, "--max-batch-tokens", 512,
+            "--heldout-fraction", 0,
         )  # fmt: skip
         self.found["loss"] = first_loss(draft)
         log = self.step(

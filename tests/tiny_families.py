@@ -1,7 +1,7 @@
 """Tiny random verifiers of many decoder families, for benchmarks/families.py and the tests.
 
 Each is what transformers makes of a small config; those whose published form differs are in
-tests/tiny_models.py. Random routers are left as they are: states are judged by the median.
+tests/tiny_models.py.
 """
 
 import json
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.tiny_models import ARCHITECTURES, COMMON, VOCAB
+from tests.tiny_models import ARCHITECTURES, COMMON, VOCAB, set_routing
 
 # No padding: its embedding would be zero, and some layers leave it so.
 BASE = COMMON | {"num_key_value_heads": 2, "head_dim": 64, "pad_token_id": None}
@@ -158,6 +158,8 @@ def make_family(name: str, path: Path) -> Path:
                 tensor.uniform_(0.5, 1.5)
             if key.endswith("norm.bias"):
                 tensor.uniform_(-0.5, 0.5)
+        if "num_experts_per_tok" in config.get("text_config", config):
+            set_routing(model)
     model.to(torch.bfloat16).save_pretrained(path)
     # transformers 5 writes what vLLM's own config class of an older one does not read
     (path / "generation_config.json").unlink(missing_ok=True)

@@ -186,8 +186,12 @@ def set_routing(model: Any) -> None:
     """
     import torch
 
-    routers = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
-    embedding_VH, experts = model.model.embed_tokens.weight, len(routers[0].weight)
+    routers = [
+        module
+        for name, module in model.named_modules()
+        if name.endswith((".gate", ".router", ".router.layer")) and hasattr(module, "weight")
+    ]
+    embedding_VH, experts = model.get_input_embeddings().weight, len(routers[0].weight)
     class_EH = torch.randint(0, 2, (experts, embedding_VH.shape[1])).float() * 2 - 1
     embedding_VH += 0.5 * class_EH[torch.arange(len(embedding_VH)) % experts]
     for router in routers:
