@@ -128,6 +128,8 @@ def main() -> None:
 def check(settings: TrainSettings, ranks: "Ranks") -> "TrainJob | None":
     """Check everything that can be known before the training, plan it and lock the output folder;
     returns None when there is nothing to do."""
+    from common.draft.export import serving_layer_ids
+    from common.draft.initial import check_initial, initial_remarks
     from common.training import inputs
     from common.training.state import check_state
 
@@ -135,8 +137,11 @@ def check(settings: TrainSettings, ranks: "Ranks") -> "TrainJob | None":
     shape = inputs.check_shape(settings, data)
     identities = dict(data.identities)
     if settings.init_from:
-        file = Path(settings.init_from) / "model.safetensors"
-        identities["init_from"] = artifacts.sha256_file(file)
+        aux_ids = serving_layer_ids(data.layers[:-1])
+        initial = check_initial(Path(settings.init_from), shape, aux_ids)
+        for remark in initial_remarks(initial):
+            ranks.log(f"train: note: {settings.init_from} {remark}")
+        identities["init_from"] = initial.digest()
     rows = settings.rows_per_step
     if not rows and not settings.overwrite:
         rows = recorded(settings.out, "settings", "rows_per_step")
@@ -312,7 +317,15 @@ def report(job: "TrainJob", result: Result, elapsed: float) -> None:
     }
     digest = artifacts.sha256_file(out / "model.safetensors")
     seconds = round(result.seconds, 2)
-    job.output.finish(counts, digest, elapsed, heldout=heldout, train_seconds=seconds)
+    # beside `inputs`, whose hash older folders have: for who serves or evaluates the draft
+    trained_on = {
+        "verifier_weights": job.data.head.verifier_weights,
+        "tokenizer": job.data.head.tokenizer,
+    }
+    more = {"heldout": heldout, "train_seconds": seconds, "trained_on": trained_on}
+    if job.settings.quantized_copy:
+        more["quantized_copy"] = True
+    job.output.finish(counts, digest, elapsed, **more)
     text = f"held-out acceptance length {heldout['acceptance_length']}, " if heldout else ""
     progress.log(
         f"train: {text}{result.steps} steps, {tokens} tokens in"

@@ -202,6 +202,45 @@ def test_an_initial_draft_of_another_map_gives_its_rows(judged, tiny_stages, tmp
         assert not list(out.iterdir())
 
 
+def test_an_initial_draft_from_elsewhere(judged, tiny_stages, tmp_path):
+    """Without a head (the verifier's), with an embedding (left out), its layers under eagle_config:
+    as the same of its own; what cannot be is refused by the dry run."""
+    start = tmp_path / "elsewhere"
+    start.mkdir()
+    found = json.loads((judged[0] / "config.json").read_text())
+    layer = found["transformer_layer_config"]
+    flat = layer | {k: v for k, v in found.items() if "norm" in k} | {"draft_vocab_size": 512}
+    flat |= {"architectures": ["LlamaForCausalLMEagle3"]}
+    weights = load_file(judged[0] / "model.safetensors")
+    weights = {k.replace("layers.0.", "midlayer."): v for k, v in weights.items()}
+    del weights["lm_head.weight"], weights["d2t"], weights["t2d"]
+    weights["embed_tokens.weight"] = torch.ones(512, 256)
+
+    def run(out, ids, tensors, *more):
+        nested = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": ids}} if ids else {}
+        (start / "config.json").write_text(json.dumps(flat | nested))
+        save_file(weights | tensors, start / "model.safetensors")
+        return script("04_train.py", *train_args(tiny_stages, out, "--init-from", start, *more))
+
+    out = tmp_path / "draft"
+    text = must(run(out, None, {}, "--epochs", 1)).stdout
+    assert "with 0 rows of its head" in text
+    for remark in ("does not say its layers", "has no head of its own", "has its own embed_tokens"):
+        assert f"train: note: {start} {remark}" in text
+    # 03's layers as a server counts them, and as 03 does
+    for ids in ([3, 5, 6], [2, 4, 5]):
+        assert "does not say" not in must(run(tmp_path / "o", ids, {}, "--dry-run")).stdout
+    nan = {"fc.weight": weights["fc.weight"] * torch.nan}
+    for ids, tensors, error in [
+        ([1, 3, 4], {}, "a server calls [1, 3, 4]"),
+        (None, nan, "fc.weight has values that are not"),
+        (None, {"midlayer.self_attn.q_norm.weight": torch.ones(4)}, "q_norm.weight is [4]"),
+    ]:  # fmt: skip
+        fails(run(tmp_path / "o", ids, tensors, "--dry-run"), error, folder=tmp_path / "o")
+    flat["draft_vocab_size"] = 400
+    fails(run(tmp_path / "o", None, {}, "--dry-run"), "lm_head.weight is missing")
+
+
 @pytest.mark.quick
 def test_a_step_is_counted_as_it_is_packed(tiny_stages):
     """What the loss of a step is divided by, without its rows."""

@@ -8,6 +8,7 @@ draft computes from it, depth by depth, what it computed in training (acceptance
 a fault there). Each of the two loads has a process of its own.
 """
 
+import contextlib
 import ctypes
 import functools
 import signal
@@ -27,8 +28,10 @@ from common.serving.settings import EvaluateSettings
 if TYPE_CHECKING:
     from common.data.prompts import Prompt
     from common.serving.acceptance import DraftMeasurement
+    from common.serving.checkpoint import ServedDraft
     from common.serving.generation import Run
-    from common.serving.parity import StoredSample
+    from common.serving.parity import StoredStates
+    from common.states.folder import HiddenFolder
     from common.verifier.config import Verifier
 
 STAGE = "evaluate"
@@ -43,6 +46,11 @@ def parse_args() -> EvaluateSettings:
     add("--draft", type=cli.path_text, metavar="DIR", help="checkpoint written by 04")
     add("--prompts", type=cli.path_text, nargs="+", metavar="FILE", help="held-out chat rows")
     p.add_common("--output-dir", "--max-samples", "--max-seq-len", "--hidden-states")
+    add("--aux-ids", type=cli.non_negative_int, nargs="+", metavar="ID",
+        help="layers that the draft was trained on, as a server counts them (layer I is I + 1),"
+             " where its config.json has none")
+    add("--quantized-copy", action="store_true",
+        help="the verifier is a quantised copy of the one that the draft was trained on")
     p.add_common("--template-args")
     add("--num-speculative-tokens", type=cli.positive_int, default=3, metavar="N",
         help="tokens drafted per forward pass of the verifier")
@@ -64,15 +72,16 @@ def parse_args() -> EvaluateSettings:
 class EvaluateJob:
     """What is measured, once everything is checked.
 
-    stage, state: of the output folder, see Output.earlier_run; sample: for parity, with
+    stage, state: of the output folder, see Output.earlier_run; stored: for parity, with
     --hidden-states.
     """
 
     stage: Stage
     state: str
     verifier: "Verifier"
+    draft: "ServedDraft"
     prompts: "list[Prompt]"
-    sample: "StoredSample | None"
+    stored: "StoredStates | None"
 
 
 def main() -> None:
@@ -118,32 +127,32 @@ def check(settings: EvaluateSettings) -> EvaluateJob | None:
     from common.data.chat_template import load_template
     from common.data.prompts import load_prompts
     from common.data.sources import parse_sources, read_rows, sources_digest
-    from common.serving.checkpoint import check_draft
-    from common.serving.parity import stored_sample
-    from common.states.folder import open_hidden
+    from common.serving.checkpoint import check_draft, check_positions
+    from common.serving.parity import MAX_TOKENS, stored_states
     from common.verifier.config import load_verifier
     from common.verifier.fingerprint import tokenizer_fingerprint
     from common.verifier.weights import check_weights, identities
 
-    out, draft = Path(settings.output_dir), Path(settings.draft)
+    out, folder = Path(settings.output_dir), Path(settings.draft)
     verifier = load_verifier(settings.model_path)
-    check_draft(draft, verifier)
+    draft = check_draft(folder, verifier, settings.aux_ids)
     sources = parse_sources(settings.prompts, settings.max_samples, "--prompts")
     local = [f for s in sources for f in s.files]
     states = [settings.hidden_states] if settings.hidden_states else []
-    artifacts.check_apart(out, settings.model_path, draft, *local, *states)
+    artifacts.check_apart(out, settings.model_path, folder, *local, *states)
     inputs = {
         "prompts": sources_digest(sources),
-        "draft": artifacts.sha256_file(draft / "model.safetensors"),
-        "draft_config": artifacts.sha256_file(draft / "config.json"),
+        "draft": draft.checkpoint.digest(),
+        "draft_config": artifacts.sha256_file(folder / "config.json"),
         "tokenizer": tokenizer_fingerprint(settings.model_path),
     }
     inputs |= identities(verifier, check_weights(verifier), out, settings.dry_run)
-    sample = None
-    if settings.hidden_states:
-        folder = Path(settings.hidden_states)
-        inputs["extract"] = open_hidden(folder).content_sha256
-        sample = stored_sample(folder, draft, verifier, settings.max_seq_len)
+    hidden = check_identity(settings, verifier, inputs)
+    stored = None
+    if hidden:
+        inputs["extract"] = hidden.content_sha256
+        budget = settings.engine_args.get("max_num_batched_tokens") or MAX_TOKENS
+        stored = stored_states(hidden, draft, settings.max_seq_len, budget)
     stage = Stage(STAGE, settings.manifest_settings(verifier.end_ids), inputs)
     state = Output(out, stage, settings.overwrite).earlier_run()
     if state == "complete":
@@ -155,10 +164,42 @@ def check(settings: EvaluateSettings) -> EvaluateJob | None:
     template = functools.cache(lambda: load_template(*parts, settings.template_args))
     longest = verifier.longest_sample(settings.max_seq_len) - settings.max_new_tokens
     prompts, _ = load_prompts(rows, template, verifier.vocab_size, longest)
+    new_tokens = settings.max_new_tokens + settings.num_speculative_tokens
+    check_positions(draft, verifier, prompts, new_tokens)
+    if not settings.only_draft:
+        note_draft(settings, draft)
     if settings.dry_run:
-        progress.log(f"evaluate: dry run, {draft} fits the verifier; {len(prompts)} prompts")
+        progress.log(f"evaluate: dry run, {folder} fits the verifier; {len(prompts)} prompts")
         return None
-    return EvaluateJob(stage, state, verifier, prompts, sample)
+    return EvaluateJob(stage, state, verifier, draft, prompts, stored)
+
+
+def check_identity(
+    settings: EvaluateSettings, verifier: "Verifier", found: dict[str, str]
+) -> "HiddenFolder | None":
+    """Check that the draft, and the states if there are any, were made with this verifier, whose
+    hashes are `found`; returns the states."""
+    from common.serving.identity import check_made_with, draft_made_with, states_made_with
+    from common.states.folder import open_hidden
+
+    draft = draft_made_with(Path(settings.draft))
+    hidden = open_hidden(Path(settings.hidden_states)) if settings.hidden_states else None
+    for made in (draft, states_made_with(hidden) if hidden else None):
+        if made:
+            check_made_with(made, verifier, found, settings.quantized_copy)
+    return hidden
+
+
+def note_draft(settings: EvaluateSettings, draft: "ServedDraft") -> None:
+    """Say what is not known of a draft from elsewhere."""
+    from common.serving.identity import draft_made_with
+
+    made = draft_made_with(Path(settings.draft))
+    if made is None or "verifier_weights" not in made.hashes:
+        what = "no manifest says" if made is None else "its manifest does not say"
+        progress.log(f"evaluate: note: {settings.draft}: {what} which verifier it was trained on")
+    if draft.remark:
+        progress.log(f"evaluate: note: {settings.draft}/config.json {draft.remark}")
 
 
 # ---------------------------------------------------------------- measure
@@ -187,19 +228,23 @@ def measure_draft(settings: EvaluateSettings, job: EvaluateJob) -> "DraftMeasure
     """Serve the draft, check its parity with the job's sample if it has one, and decode the
     prompts."""
     from common.serving.acceptance import DraftMeasurement, draft_counters
+    from common.serving.checkpoint import served_folder
     from common.serving.generation import generate, warm_up_decoding
     from common.serving.parity import check_parity
     from common.verifier.engine import generating
 
-    verifier, prompts, sample = job.verifier, job.prompts, job.sample
-    speculative = {
-        "model": settings.draft,
-        "method": "eagle3",
-        "num_speculative_tokens": settings.num_speculative_tokens,
-    }
-    concurrency = settings.batch_size
-    with generating(settings, verifier, STAGE, speculative_config=speculative) as llm:
-        parity = check_parity(llm, sample, Path(settings.draft), verifier) if sample else None
+    verifier, prompts, stored = job.verifier, job.prompts, job.stored
+    copy, concurrency = settings.quantized_copy, settings.batch_size
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(served_folder(job.draft, Path(settings.output_dir)))
+        speculative = {
+            "model": str(folder),
+            "method": "eagle3",
+            "num_speculative_tokens": settings.num_speculative_tokens,
+        }
+        engine = generating(settings, verifier, STAGE, speculative_config=speculative)
+        llm = stack.enter_context(engine)
+        parity = check_parity(llm, stored, job.draft, verifier, copy) if stored else None
         warm_up_decoding(llm, prompts[:concurrency])
         before = draft_counters(llm)
         limits = verifier.end_ids, settings.max_new_tokens, concurrency
@@ -237,9 +282,10 @@ def report(
 
     out, prompts = output.folder, len(plain.answers)
     result = acceptance(plain, drafted, settings.num_speculative_tokens, settings.seed)
-    text = table(result, drafted.parity)
+    text = table(result, drafted.parity, settings.quantized_copy)
     (out / "table.txt").write_text(text + "\n", encoding="utf-8")
-    artifacts.write_json(out / "result.json", asdict(result) | result_of(drafted.parity))
+    more = result_of(drafted.parity) | ({"quantized_copy": True} if settings.quantized_copy else {})
+    artifacts.write_json(out / "result.json", asdict(result) | more)
     seconds = time.monotonic() - started
     output.finish({"prompts": prompts}, artifacts.sha256_file(out / "result.json"), seconds)
     progress.log(text)

@@ -139,8 +139,12 @@ def result_of(parity: Parity | None) -> dict[str, Any]:
     return {k: v for k, v in asdict(parity).items() if v is not None} if parity else {}
 
 
-def table(found: Acceptance, parity: Parity | None) -> str:
-    """The result for people, a line per quantity."""
+def table(found: Acceptance, parity: Parity | None, quantized_copy: bool = False) -> str:
+    """The result for people, a line per quantity.
+
+    Args:
+        quantized_copy: whether the verifier was one, of the draft's.
+    """
     low, high = found.interval_95
     lines = [
         ("prompts, drafts", f"{len(found.prompts)}, {found.drafts}"),
@@ -157,6 +161,8 @@ def table(found: Acceptance, parity: Parity | None) -> str:
         ),
         ("identical answers", f"{100 * found.identical_share:.0f}%"),
     ]
+    if quantized_copy:
+        lines.append(("verifier", "a quantised copy of the draft's, by --quantized-copy"))
     if parity:
         error = parity.fed_states_relative_error
         lines.append(("parity, draft's input", f"relative error {error:.1e} against 03's states"))

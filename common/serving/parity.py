@@ -5,23 +5,24 @@ Shape suffixes: T tokens of a prompt, A aux layers, H hidden size, V vocabulary,
 """
 
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from common.artifacts import read_json
 from common.draft.checkpoint import load_draft
 from common.draft.export import serving_layer_ids
 from common.draft.linear_products import LinearProducts
 from common.draft.model import ttt_states
 from common.draft.packed_row import make_row
 from common.errors import UserError
-from common.manifest import must_match
+from common.serving.checkpoint import ServedDraft
 from common.states.files import read_hidden
-from common.states.folder import open_hidden
+from common.states.folder import HiddenFolder
 from common.verifier.config import Verifier
-from common.verifier.fingerprint import fingerprint
+from common.verifier.head import HEAD_FILE, read_head_manifest
+from common.verifier.logits import read_head
 from common.verifier.tensors import read_tensors
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 # and between eager and compiled graphs; layer ids off by one by 0.1 and more.
 MAX_AUX_ERROR = 0.05
 MAX_DRAFT_ERROR = 0.1
+# Tokens of the samples compared, and behind them, drafted, at most.
+MIN_TOKENS, MAX_TOKENS, MAX_DRAFTED = 16, 2048, 16
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,21 @@ class StoredSample:
 
     ids: list[int]
     aux_TAH: torch.Tensor
+
+
+@dataclass(frozen=True)
+class StoredStates:
+    """The samples compared, and the folder that holds the verifier's head if 03 has noted it."""
+
+    samples: list[StoredSample]
+    head_folder: Path
+
+    def embedding(self, verifier: Verifier) -> torch.Tensor:
+        """The verifier's, [V, H], as it computes with it, or from its files."""
+        head = read_head_manifest(self.head_folder)
+        if head:
+            return read_head(self.head_folder / HEAD_FILE, head.facts).embed_VH
+        return read_tensors(verifier, ("embed_tokens",))["embed_tokens"]
 
 
 @dataclass(frozen=True)
@@ -66,34 +84,36 @@ class Parity:
     made_states_not_compared: str | None = None
 
 
-def stored_sample(folder: Path, draft: Path, verifier: Verifier, max_seq_len: int) -> StoredSample:
-    """A sample of 03's folder to compare serving with.
+def stored_states(
+    hidden: HiddenFolder, draft: ServedDraft, max_seq_len: int, budget: int
+) -> StoredStates:
+    """Two samples of 03's folder to compare serving with: the shortest, and the longest that vLLM
+    computes in one pass (a fault may show only at later positions).
 
-    UserError, before anything is loaded, when the folder is not of this verifier or the
-    draft asks for other layers.
+    Args:
+        budget: vLLM's tokens of one pass.
+
+    UserError, before anything is loaded, when the draft asks for other layers.
     """
-    hidden = open_hidden(folder)
-    must_match(
-        "verifier",
-        folder,
-        hidden.inputs.get("verifier"),
-        Path(verifier.path),
-        fingerprint(verifier),
-        "pass the --hidden-states that the draft was trained on",
-    )
-    ids = read_json(draft / "config.json")["eagle_aux_hidden_state_layer_ids"]
-    aux = hidden.layers[:-1]
-    if ids != serving_layer_ids(aux):
+    aux, window = hidden.layers[:-1], draft.checkpoint.config.get("sliding_window")
+    if draft.aux_ids != serving_layer_ids(aux):
         raise UserError(
-            f"{draft}/config.json: asks for ids {ids}; {folder} holds layers {aux}, served as"
-            f" {serving_layer_ids(aux)}"
+            f"{draft.checkpoint.folder}/config.json: asks for ids {draft.aux_ids}; {hidden.path}"
+            f" holds layers {aux}, served as {serving_layer_ids(aux)}"
         )
-    # the shortest: vLLM computes it in one pass, whatever its budget of tokens
-    fit = [(n, i) for i, n in hidden.lengths.items() if 16 <= n < max_seq_len]
+    # what is drafted after it has to fit into the draft's positions as well
+    positions = (draft.checkpoint.positions or max_seq_len + MAX_DRAFTED) - MAX_DRAFTED
+    most = min(max_seq_len - 1, budget, MAX_TOKENS, window or budget, positions)
+    fit = sorted((n, i) for i, n in hidden.lengths.items() if MIN_TOKENS <= n <= most)
     if not fit:
-        raise UserError(f"{folder}: no sample of 16 to {max_seq_len} tokens to check with")
-    hidden_TLH, ids_T = read_hidden(hidden.file(min(fit)[1]))
-    return StoredSample(ids_T.tolist(), hidden_TLH[:, :-1].float())
+        raise UserError(
+            f"{hidden.path}: no sample of {MIN_TOKENS} to {most} tokens to check parity with"
+        )
+    found = []
+    for _, index in dict.fromkeys((fit[0], fit[-1])):
+        hidden_TLH, ids_T = read_hidden(hidden.file(index))
+        found.append(StoredSample(ids_T.tolist(), hidden_TLH[:, :-1].float()))
+    return StoredStates(found, hidden.head_folder)
 
 
 def serve_once(llm: Any, sample: StoredSample) -> Served:
@@ -168,29 +188,43 @@ def draft_state_errors(
     return found
 
 
-def check_parity(llm: Any, sample: StoredSample, folder: Path, verifier: Verifier) -> Parity:
-    """Compare the draft inside vLLM with the code that trained it; UserError where they differ.
+def check_parity(
+    llm: Any,
+    stored: StoredStates,
+    draft: ServedDraft,
+    verifier: Verifier,
+    quantized_copy: bool = False,
+) -> Parity:
+    """Compare the draft inside vLLM with the code that trained it, the worst of the samples;
+    UserError where they differ.
 
     Args:
-        llm: an engine with the draft of `folder`.
+        llm: an engine with the draft.
+        quantized_copy: of the verifier that the states are of, whose own states differ from them.
     """
-    served = serve_once(llm, sample)
-    aux_error = aux_state_error(served, sample)
-    if not aux_error < MAX_AUX_ERROR:
+    found, folder = draft.checkpoint, draft.checkpoint.folder
+    served = [serve_once(llm, sample) for sample in stored.samples]
+    aux_error = max(map(aux_state_error, served, stored.samples))
+    if not (quantized_copy and isfinite(aux_error)) and not aux_error < MAX_AUX_ERROR:
         raise UserError(
             f"vLLM feeds the draft other states than it was trained on (relative difference"
             f" {aux_error:.3f}, allowed {MAX_AUX_ERROR})"
         )
-    draft = load_draft(folder)
-    if draft is None or not served.passes:
-        why = "its rotary embedding is scaled" if draft is None else "vLLM runs it as one graph"
+    graph = "vLLM runs it as one graph"
+    why = found.unlike or (None if all(one.passes for one in served) else graph)
+    if why:
         return Parity(aux_error, made_states_not_compared=why)
-    embed_VH = read_tensors(verifier, ("embed_tokens",))["embed_tokens"]
-    errors = draft_state_errors(served, draft, embed_VH, sample.ids[0])
+    trained, own_VH = load_draft(found)
+    embed_VH = stored.embedding(verifier) if own_VH is None else own_VH
+    by_sample = [
+        draft_state_errors(one, trained, embed_VH, sample.ids[0])
+        for one, sample in zip(served, stored.samples, strict=True)
+    ]
+    errors = [max(depth) for depth in zip(*by_sample, strict=True)]
     if not max(errors) < MAX_DRAFT_ERROR:
         raise UserError(
             f"the draft inside vLLM computes other states than in training (relative difference per"
-            f" depth {[round(x, 3) for x in errors]}, allowed {MAX_DRAFT_ERROR}); was {folder}"
-            " trained by 04_train.py?"
+            f" depth {[round(x, 3) for x in errors]}, allowed {MAX_DRAFT_ERROR}); are {folder}'s"
+            " config.json and weights of one draft?"
         )
     return Parity(aux_error, errors)

@@ -22,6 +22,8 @@ class EvaluateSettings(EngineSettings):
     output_dir: str
     max_samples: int | None
     hidden_states: str | None
+    aux_ids: list[int] | None
+    quantized_copy: bool
     template_args: dict[str, Any]
     num_speculative_tokens: int
     max_new_tokens: int
@@ -32,4 +34,5 @@ class EvaluateSettings(EngineSettings):
 
     def manifest_settings(self, end_ids: tuple[int, ...]) -> dict[str, Any]:
         values = {name: getattr(self, name) for name in RECORDED}
-        return values | {"end_ids": sorted(end_ids)}
+        given = {"aux_ids": self.aux_ids, "quantized_copy": self.quantized_copy}
+        return values | {"end_ids": sorted(end_ids)} | {k: v for k, v in given.items() if v}

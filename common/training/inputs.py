@@ -12,7 +12,6 @@ import torch
 from common import artifacts
 from common.data.samples import FILE, Sample, prepared_folder, prepared_identity, read_samples
 from common.data.vocab_map import load_map
-from common.draft.checkpoint import check_initial
 from common.draft.config import (
     DraftShape,
     check_on_gpu,
@@ -20,7 +19,7 @@ from common.draft.config import (
     parameter_count,
     training_memory,
 )
-from common.draft.export import serving_layer_ids, speculators_draft
+from common.draft.export import speculators_draft
 from common.errors import UserError
 from common.manifest import Manifest, Output, must_match, read_manifest
 from common.states.files import check_hidden_file, check_token_ids
@@ -231,7 +230,7 @@ def choose_compute(settings: TrainSettings) -> TrainSettings:
 
 
 def check_shape(settings: TrainSettings, data: TrainData) -> DraftShape:
-    """The draft's shape, which the device and --init-from must fit."""
+    """The draft's shape, which the device must fit."""
     aux = data.layers[:-1]
     shape = draft_shape(
         settings.draft_shape,
@@ -245,8 +244,6 @@ def check_shape(settings: TrainSettings, data: TrainData) -> DraftShape:
     )
     if settings.device == "cuda":
         check_on_gpu(shape, settings.float8)
-    if settings.init_from:
-        check_initial(Path(settings.init_from), shape, serving_layer_ids(aux))
     return shape
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common.draft.checkpoint import initialize_from
+from common.draft.initial import initialize_from
 from common.draft.linear_products import LinearProducts
 from common.draft.model import Eagle3Draft, initialize
 from common.draft.packed_row import PackedRow
