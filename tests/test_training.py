@@ -228,8 +228,8 @@ def test_an_initial_draft_from_elsewhere(judged, tiny_stages, tmp_path):
     for remark in ("does not say its layers", "has no head of its own", "has its own embed_tokens"):
         assert f"train: note: {start} {remark}" in text
     # 03's layers as a server counts them, and as 03 does
-    for ids in ([3, 5, 6], [2, 4, 5]):
-        assert "does not say" not in must(run(tmp_path / "o", ids, {}, "--dry-run")).stdout
+    for told in ([3, 5, 6], [2, 4, 5]):
+        assert "does not say" not in must(run(tmp_path / "o", told, {}, "--dry-run")).stdout
     nan = {"fc.weight": weights["fc.weight"] * torch.nan}
     for ids, tensors, error in [
         ([1, 3, 4], {}, "a server calls [1, 3, 4]"),

@@ -27,6 +27,7 @@ from common.serving.settings import EvaluateSettings
 
 if TYPE_CHECKING:
     from common.data.prompts import Prompt
+    from common.data.sources import Source
     from common.serving.acceptance import DraftMeasurement
     from common.serving.checkpoint import ServedDraft
     from common.serving.generation import Run
@@ -124,9 +125,7 @@ def main() -> None:
 def check(settings: EvaluateSettings) -> EvaluateJob | None:
     """Check everything that can be known before the verifier loads; returns None when there is
     nothing to do."""
-    from common.data.chat_template import load_template
-    from common.data.prompts import load_prompts
-    from common.data.sources import parse_sources, read_rows, sources_digest
+    from common.data.sources import parse_sources, sources_digest
     from common.serving.checkpoint import check_draft, check_positions
     from common.serving.parity import MAX_TOKENS, stored_states
     from common.verifier.config import load_verifier
@@ -159,11 +158,7 @@ def check(settings: EvaluateSettings) -> EvaluateJob | None:
         progress.log((out / "table.txt").read_text(encoding="utf-8").rstrip())
         progress.log(f"evaluate: {out} is complete (--overwrite makes it again)")
         return None
-    rows = list(read_rows(sources, settings.max_samples))
-    parts = settings.model_path, settings.trust_remote_code, verifier.end_ids
-    template = functools.cache(lambda: load_template(*parts, settings.template_args))
-    longest = verifier.longest_sample(settings.max_seq_len) - settings.max_new_tokens
-    prompts, _ = load_prompts(rows, template, verifier.vocab_size, longest)
+    prompts = read_prompts(settings, verifier, sources)
     new_tokens = settings.max_new_tokens + settings.num_speculative_tokens
     check_positions(draft, verifier, prompts, new_tokens)
     if not settings.only_draft:
@@ -174,13 +169,28 @@ def check(settings: EvaluateSettings) -> EvaluateJob | None:
     return EvaluateJob(stage, state, verifier, draft, prompts, stored)
 
 
+def read_prompts(
+    settings: EvaluateSettings, verifier: "Verifier", sources: "list[Source]"
+) -> "list[Prompt]":
+    """The prompts, which leave room for an answer."""
+    from common.data.chat_template import load_template
+    from common.data.prompts import load_prompts
+    from common.data.sources import read_rows
+
+    rows = list(read_rows(sources, settings.max_samples))
+    parts = settings.model_path, settings.trust_remote_code, verifier.end_ids
+    template = functools.cache(lambda: load_template(*parts, settings.template_args))
+    longest = verifier.longest_sample(settings.max_seq_len) - settings.max_new_tokens
+    return load_prompts(rows, template, verifier.vocab_size, longest)[0]
+
+
 def check_identity(
     settings: EvaluateSettings, verifier: "Verifier", found: dict[str, str]
 ) -> "HiddenFolder | None":
     """Check that the draft, and the states if there are any, were made with this verifier, whose
     hashes are `found`; returns the states."""
-    from common.serving.identity import check_made_with, draft_made_with, states_made_with
     from common.states.folder import open_hidden
+    from common.states.identity import check_made_with, draft_made_with, states_made_with
 
     draft = draft_made_with(Path(settings.draft))
     hidden = open_hidden(Path(settings.hidden_states)) if settings.hidden_states else None
@@ -192,7 +202,7 @@ def check_identity(
 
 def note_draft(settings: EvaluateSettings, draft: "ServedDraft") -> None:
     """Say what is not known of a draft from elsewhere."""
-    from common.serving.identity import draft_made_with
+    from common.states.identity import draft_made_with
 
     made = draft_made_with(Path(settings.draft))
     if made is None or "verifier_weights" not in made.hashes:

@@ -24,14 +24,13 @@ from common.errors import UserError
 from common.manifest import Manifest, Output, must_match, read_manifest
 from common.states.files import check_hidden_file, check_token_ids
 from common.states.folder import HiddenFolder, open_hidden
+from common.states.identity import check_made_with, states_made_with
 from common.training.packing import Step, plan_steps, split_samples
 from common.training.ranks import Ranks
 from common.training.settings import TrainSettings
 from common.verifier.config import Verifier, load_verifier
-from common.verifier.fingerprint import fingerprint, tokenizer_fingerprint, weights_fingerprint
+from common.verifier.fingerprint import hashes_of
 from common.verifier.head import HEAD_FILE, HEAD_MANIFEST, HeadManifest, read_head_manifest
-
-SHAPE = ("num_layers", "hidden_size", "vocab_size")  # of a verifier, that its copies share
 
 
 @dataclass(frozen=True)
@@ -116,33 +115,13 @@ def open_head(settings: TrainSettings, hidden: HiddenFolder) -> HeadManifest:
         remedy = f"delete {hidden.path / HEAD_MANIFEST} and run 03's command again"
         mine = getattr(head, name)
         must_match(name, hidden.path / HEAD_FILE, mine, hidden.path, hidden.inputs[name], remedy)
-    given = settings.model_path
-    if given and (Path(given) / "config.json").is_file():
-        check_given(load_verifier(given), head, hidden, settings.quantized_copy)
-        if settings.quantized_copy:  # the checkpoint names the one that will serve it
-            return replace(head, name=str(Path(given).resolve()))
+    given = Path(settings.model_path or "")
+    if settings.model_path and (given / "config.json").is_file():
+        found, copy = load_verifier(settings.model_path), settings.quantized_copy
+        check_made_with(states_made_with(hidden), found, hashes_of(found), copy)
+        if copy:  # the checkpoint names the one that will serve it
+            return replace(head, name=str(given.resolve()))
     return head
-
-
-def check_given(
-    given: Verifier, head: HeadManifest, hidden: HiddenFolder, quantized_copy: bool
-) -> None:
-    """UserError unless the verifier at --model-path is the one that made the states, or, with
-    --quantized-copy, one of its shape and tokenizer."""
-    made = head.make_verifier(hidden.head_folder)
-    if quantized_copy:
-        have: dict[str, Any] = {k: getattr(made, k) for k in SHAPE} | {"tokenizer": head.tokenizer}
-        want: dict[str, Any] = {k: getattr(given, k) for k in SHAPE}
-        want["tokenizer"] = tokenizer_fingerprint(given.path)
-        remedy = "a quantised copy has the same"
-    else:
-        have = {"verifier": head.verifier, "verifier_weights": head.verifier_weights}
-        want = {"verifier": fingerprint(given), "verifier_weights": weights_fingerprint(given)}
-        remedy = (
-            "pass the --model-path that 03 was run with or none, or --quantized-copy if it is one"
-        )
-    for name, value in want.items():
-        must_match(name, hidden.path, str(have[name]), Path(given.path), str(value), remedy)
 
 
 def check_prepared(

@@ -87,3 +87,12 @@ def add_samples(digest: Any, verifier: Verifier, where: dict[str, str], keys: li
                 begin, end = places[key].begin, places[key].end
                 f.seek(max(begin, (begin + end - SAMPLE_BYTES) // 2))
                 digest.update(f.read(min(end - begin, SAMPLE_BYTES)))
+
+
+def hashes_of(verifier: Verifier) -> dict[str, str]:
+    """`verifier`, `verifier_weights` and `tokenizer`, by which two are known to be the same."""
+    return {
+        "verifier": fingerprint(verifier),
+        "verifier_weights": weights_fingerprint(verifier),
+        "tokenizer": tokenizer_fingerprint(verifier.path),
+    }
