@@ -8,6 +8,8 @@ is 1 on the tokens of answers (decided in common/data/chat_template.py); which p
 draft carry loss, 04 derives from it (common/draft/loss_table.py).
 """
 
+import dataclasses
+import itertools
 import os
 import time
 from collections import Counter
@@ -23,11 +25,13 @@ from common.manifest import Output, Stage
 if TYPE_CHECKING:
     from common.data.encoding import EncodedRow, SampleLine
     from common.data.loops import Loops
+    from common.data.rendering import Rendering
     from common.data.sources import Source
     from common.verifier.config import Verifier
 
 STAGE = "prepare"
 DRY_RUN_ROWS = 100
+FIRST_ROWS = 100  # of a source, by which it is known whether its rows need the template
 
 
 # fmt: off
@@ -42,7 +46,7 @@ def parse_args() -> PrepareSettings:
     p.add_common("--output-dir", "--max-samples", "--max-seq-len")
     add("--long", choices=["cut", "drop", "split"], default="cut",
         help="what becomes of samples over --max-seq-len (split: each part a text of its own)")
-    p.add_common("--template-args")
+    p.add_common("--template-args", "--date")
     add("--keep-unfinished", action="store_true",
         help='keep answers that the length limit cut (finish_reason "length")')
     add("--drop-looping", action="store_true",
@@ -68,6 +72,7 @@ def main() -> None:
 
     # ---------------------------------------------------------------- check
     from common.data import encoding
+    from common.data.rendering import rendering_of
     from common.data.sources import check_outside, parse_sources, read_rows
     from common.verifier.config import load_verifier
 
@@ -75,7 +80,13 @@ def main() -> None:
     sources = parse_sources(settings.dataset, settings.max_samples)
     artifacts.check_apart(out, settings.model_path, *(f for s in sources for f in s.files))
     check_outside(out, sources)
-    output = Output(out, stage_of(settings, verifier, sources), settings.overwrite)
+    firsts = (row for s in sources for row in itertools.islice(read_rows([s]), FIRST_ROWS))
+    answers = [file for s in sources for file in s.files]
+    rendering = rendering_of(settings, verifier, firsts, answers)
+    settings = dataclasses.replace(settings, date=rendering.date)
+    verifier = dataclasses.replace(verifier, end_ids=rendering.end_ids)
+    stage = stage_of(settings, verifier, sources, rendering)
+    output = Output(out, stage, settings.overwrite)
     if settings.show:
         encoding.show(settings, verifier, read_rows(sources))
         return
@@ -103,7 +114,12 @@ def main() -> None:
     )
 
 
-def stage_of(settings: PrepareSettings, verifier: "Verifier", sources: list["Source"]) -> Stage:
+def stage_of(
+    settings: PrepareSettings,
+    verifier: "Verifier",
+    sources: list["Source"],
+    rendering: "Rendering",
+) -> Stage:
     """What decides the samples; hashed into the manifest."""
     from common.data.sources import sources_digest
     from common.verifier.fingerprint import tokenizer_fingerprint
@@ -116,7 +132,7 @@ def stage_of(settings: PrepareSettings, verifier: "Verifier", sources: list["Sou
         "keep_unfinished": settings.keep_unfinished,
         "vocab_size": verifier.vocab_size,
         "skip_bad_rows": settings.skip_bad_rows,
-        "end_ids": list(verifier.end_ids),
+        "end_ids": sorted(verifier.end_ids),
     }
     if settings.drop_looping:  # no setting of earlier versions' data
         decisive["drop_looping"] = True
@@ -124,7 +140,7 @@ def stage_of(settings: PrepareSettings, verifier: "Verifier", sources: list["Sou
         "dataset": sources_digest(sources),
         "tokenizer": tokenizer_fingerprint(settings.model_path),
     }
-    return Stage(STAGE, decisive, inputs)
+    return Stage(STAGE, decisive | rendering.settings, inputs)
 
 
 def write_samples(

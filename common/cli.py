@@ -7,6 +7,7 @@ answer at once. Values come from, in rising order: the flag's default, the YAML'
 
 import argparse
 import dataclasses
+import datetime
 import json
 import os
 import sys
@@ -75,6 +76,14 @@ def between(low: float, high: float) -> Callable[[str], float]:
     return number
 
 
+def iso_date(text: str) -> str:
+    """Argparse type: a day."""
+    try:
+        return datetime.date.fromisoformat(text).isoformat()
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a day as YYYY-MM-DD") from None
+
+
 def path_text(text: str) -> str:
     """A path; not the empty one of an unset variable, which would mean the current folder."""
     if not text:
@@ -113,6 +122,11 @@ COMMON_FLAGS: dict[str, dict[str, Any]] = {
         default={},
         metavar="JSON",
         help='variables of the chat template, as {"enable_thinking": false}',
+    ),
+    "--date": dict(
+        type=iso_date,
+        metavar="YYYY-MM-DD",
+        help="today for a chat template that says it (default: the run's first day)",
     ),
     "--tp-size": dict(
         type=positive_int, default=1, metavar="GPUS", help="tensor-parallel size in vLLM"

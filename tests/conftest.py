@@ -191,7 +191,7 @@ def smollm2() -> Path:
 
 @pytest.fixture(scope="session")
 def tokenizer(smollm2):
-    from common.data.chat_template import load_tokenizer
+    from common.data.rendering import load_tokenizer
 
     return load_tokenizer(str(smollm2), False)
 

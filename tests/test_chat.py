@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.data.chat_template import Encoded, Template, load_tokenizer
+from common.data.chat_template import Encoded, Template
 from common.data.conversations import RowError, messages_of
+from common.data.rendering import load_tokenizer
 from common.errors import UserError
 from tests.templates import CASES as TEMPLATES
 from tests.templates import Case

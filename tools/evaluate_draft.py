@@ -10,7 +10,7 @@ a fault there). Each of the two loads has a process of its own.
 
 import contextlib
 import ctypes
-import functools
+import dataclasses
 import signal
 import subprocess
 import sys
@@ -52,7 +52,7 @@ def parse_args() -> EvaluateSettings:
              " where its config.json has none")
     add("--quantized-copy", action="store_true",
         help="the verifier is a quantised copy of the one that the draft was trained on")
-    p.add_common("--template-args")
+    p.add_common("--template-args", "--date")
     add("--num-speculative-tokens", type=cli.positive_int, default=3, metavar="N",
         help="tokens drafted per forward pass of the verifier")
     add("--max-new-tokens", type=cli.positive_int, default=256, metavar="TOKENS",
@@ -63,6 +63,7 @@ def parse_args() -> EvaluateSettings:
     p.add_common("--load-timeout")
     add("--only-draft", action="store_true",
         help="measure with the draft and stop; without this flag the rest is measured")
+    add("--skip-bad-rows", action="store_true", help="count and drop prompts that cannot be used")
     p.add_common("--seed", "--dry-run", "--overwrite", "--trust-remote-code")
     p.need("--model-path", "--draft", "--prompts", "--output-dir")
     return cli.as_settings(p.parse(), EvaluateSettings)
@@ -73,8 +74,8 @@ def parse_args() -> EvaluateSettings:
 class EvaluateJob:
     """What is measured, once everything is checked.
 
-    stage, state: of the output folder, see Output.earlier_run; stored: for parity, with
-    --hidden-states.
+    stage, state: of the output folder, see Output.earlier_run; skipped: rows that are no prompt;
+    date: that prompts say, None where they say none; stored: for parity, with --hidden-states.
     """
 
     stage: Stage
@@ -82,6 +83,8 @@ class EvaluateJob:
     verifier: "Verifier"
     draft: "ServedDraft"
     prompts: "list[Prompt]"
+    skipped: int
+    date: str | None
     stored: "StoredStates | None"
 
 
@@ -104,7 +107,7 @@ def main() -> None:
     elif not settings.only_draft:
         # In a process of its own: it leaves the next load all of a GPU's memory, and some
         # verifiers hang in the second engine of a process (Kimi-K2.5 in vLLM 0.26).
-        run_only_draft()
+        run_only_draft(job.date)
         state = Output(out, job.stage, False).earlier_run()
     output = Output(out, job.stage, settings.only_draft and settings.overwrite)
     output.lock(state)
@@ -118,14 +121,16 @@ def main() -> None:
         progress.log(f"evaluate: measured with the draft, {took} -> {measured}")
         return
     drafted = DraftMeasurement.read(measured)
-    report(settings, output, measure_verifier(settings, job), drafted, started)
+    report(settings, output, measure_verifier(settings, job), drafted, job.skipped, started)
     measured.unlink()
 
 
 def check(settings: EvaluateSettings) -> EvaluateJob | None:
     """Check everything that can be known before the verifier loads; returns None when there is
     nothing to do."""
-    from common.data.sources import parse_sources, sources_digest
+    from common.data.prompts import load_prompts
+    from common.data.rendering import rendering_of
+    from common.data.sources import parse_sources, read_rows, sources_digest
     from common.serving.checkpoint import check_draft, check_positions
     from common.serving.parity import MAX_TOKENS, stored_states
     from common.verifier.config import load_verifier
@@ -152,36 +157,32 @@ def check(settings: EvaluateSettings) -> EvaluateJob | None:
         inputs["extract"] = hidden.content_sha256
         budget = settings.engine_args.get("max_num_batched_tokens") or MAX_TOKENS
         stored = stored_states(hidden, draft, settings.max_seq_len, budget)
-    stage = Stage(STAGE, settings.manifest_settings(verifier.end_ids), inputs)
+    rows = list(read_rows(sources, settings.max_samples))
+    rendering = rendering_of(settings, verifier, rows)
+    verifier = dataclasses.replace(verifier, end_ids=rendering.end_ids)
+    decisive = settings.manifest_settings(verifier.end_ids) | rendering.settings
+    stage = Stage(STAGE, decisive, inputs)
     state = Output(out, stage, settings.overwrite).earlier_run()
     if state == "complete":
         progress.log((out / "table.txt").read_text(encoding="utf-8").rstrip())
         progress.log(f"evaluate: {out} is complete (--overwrite makes it again)")
         return None
-    prompts = read_prompts(settings, verifier, sources)
+    longest = verifier.longest_sample(settings.max_seq_len) - settings.max_new_tokens
+    prompts, skipped = load_prompts(
+        rows, rendering.template, verifier.vocab_size, longest, settings.skip_bad_rows
+    )
     new_tokens = settings.max_new_tokens + settings.num_speculative_tokens
     check_positions(draft, verifier, prompts, new_tokens)
     if not settings.only_draft:
         note_draft(settings, draft)
     if settings.dry_run:
-        progress.log(f"evaluate: dry run, {folder} fits the verifier; {len(prompts)} prompts")
+        progress.log(
+            f"evaluate: dry run, {folder} fits the verifier; {len(prompts)} prompts ({skipped}"
+            " skipped)"
+        )
         return None
-    return EvaluateJob(stage, state, verifier, draft, prompts, stored)
-
-
-def read_prompts(
-    settings: EvaluateSettings, verifier: "Verifier", sources: "list[Source]"
-) -> "list[Prompt]":
-    """The prompts, which leave room for an answer."""
-    from common.data.chat_template import load_template
-    from common.data.prompts import load_prompts
-    from common.data.sources import read_rows
-
-    rows = list(read_rows(sources, settings.max_samples))
-    parts = settings.model_path, settings.trust_remote_code, verifier.end_ids
-    template = functools.cache(lambda: load_template(*parts, settings.template_args))
-    longest = verifier.longest_sample(settings.max_seq_len) - settings.max_new_tokens
-    return load_prompts(rows, template, verifier.vocab_size, longest)[0]
+    date = rendering.settings.get("date")
+    return EvaluateJob(stage, state, verifier, draft, prompts, skipped, date, stored)
 
 
 def check_identity(
@@ -215,14 +216,16 @@ def note_draft(settings: EvaluateSettings, draft: "ServedDraft") -> None:
 # ---------------------------------------------------------------- measure
 
 
-def run_only_draft() -> None:
-    """Run this command with --only-draft; a failure of it ends this process the same way."""
+def run_only_draft(date: str | None) -> None:
+    """Run this command with --only-draft, its prompts of the same date even after midnight; a
+    failure of it ends this process the same way."""
 
     def end_together() -> None:
         """Linux's PR_SET_PDEATHSIG: a SIGKILL of this process leaves no verifier on the GPUs."""
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
     command = [sys.executable, __file__, *sys.argv[1:], "--only-draft"]
+    command += ["--date", date] if date else []
     child = subprocess.Popen(command, preexec_fn=end_together)
     try:
         status = child.wait()
@@ -285,6 +288,7 @@ def report(
     output: Output,
     plain: "Run",
     drafted: "DraftMeasurement",
+    skipped: int,
     started: float,
 ) -> None:
     """Compare the runs with and without the draft; write result.json, table.txt and manifest."""
@@ -297,12 +301,14 @@ def report(
     more = result_of(drafted.parity) | ({"quantized_copy": True} if settings.quantized_copy else {})
     artifacts.write_json(out / "result.json", asdict(result) | more)
     seconds = time.monotonic() - started
-    output.finish({"prompts": prompts}, artifacts.sha256_file(out / "result.json"), seconds)
+    counts = {"prompts": prompts, "skipped": skipped}
+    output.finish(counts, artifacts.sha256_file(out / "result.json"), seconds)
     progress.log(text)
     low, high = result.interval_95
     progress.log(
         f"evaluate: acceptance length {result.acceptance_length:.3f}"
-        f" (95% {low:.3f} to {high:.3f}) over {prompts} prompts; {without_looping(result)};"
+        f" (95% {low:.3f} to {high:.3f}) over {prompts} prompts"
+        f"{f' ({skipped} skipped)' if skipped else ''}; {without_looping(result)};"
         f" {progress.duration(seconds)} -> {out}"
     )
 

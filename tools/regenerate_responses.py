@@ -9,11 +9,10 @@ command again after a kill: it continues, and keeps every answer in the file.
 """
 
 import contextlib
-import functools
+import dataclasses
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,7 +24,7 @@ from common.manifest import Output, Stage
 from common.regeneration.settings import RegenerateSettings
 
 if TYPE_CHECKING:
-    from common.data.chat_template import Template
+    from common.data.rendering import Rendering
     from common.regeneration.loop import Backend
     from common.regeneration.responses import Responses
     from common.regeneration.turns import Conversation
@@ -49,7 +48,7 @@ def parse_args() -> RegenerateSettings:
         help="over 1 needs --temperature over 0")
     add("--all-turns", action="store_true",
         help="answer every turn, each after the verifier's own answers to those before")
-    p.add_common("--template-args")
+    p.add_common("--template-args", "--date")
     add("--endpoint", type=cli.path_text, metavar="URL",
         help="a running server, as http://localhost:8000/v1 (OPENAI_API_KEY is its key)")
     add("--served-model", metavar="NAME", help="the server's (default: its only one)")
@@ -76,7 +75,7 @@ class RegenerateJob:
 
     output: Output
     verifier: "Verifier"
-    template: "Callable[[], Template]"
+    rendering: "Rendering"
     longest: int
     conversations: "list[Conversation]"
     prompts: int
@@ -113,8 +112,8 @@ def main() -> None:
 def check(settings: RegenerateSettings) -> RegenerateJob | None:
     """Check everything that can be known before the first answer and lock the output folder;
     returns None when there is nothing to do."""
-    from common.data.chat_template import load_template
     from common.data.prompts import load_prompts
+    from common.data.rendering import check_servers_day, rendering_of
     from common.data.sources import parse_sources, read_rows, sources_digest
     from common.regeneration.turns import conversations_of
     from common.verifier.config import load_verifier
@@ -135,19 +134,21 @@ def check(settings: RegenerateSettings) -> RegenerateJob | None:
         inputs["verifier"] = fingerprint(verifier)
     else:
         inputs |= identities(verifier, check_weights(verifier), out, settings.dry_run)
-    stage = Stage(STAGE, settings.manifest_settings(verifier.end_ids), inputs)
+    rows = list(read_rows(sources, settings.max_samples))
+    rendering = rendering_of(settings, verifier, rows)
+    verifier = dataclasses.replace(verifier, end_ids=rendering.end_ids)
+    decisive = settings.manifest_settings(verifier.end_ids) | rendering.settings
+    stage = Stage(STAGE, decisive, inputs)
     output = Output(out, stage, settings.overwrite)
     state = output.earlier_run()
     if state == "complete":
         progress.log(f"regenerate: {out} is complete (--overwrite makes it again)")
         return None
-    rows = list(read_rows(sources, settings.max_samples))
-    parts = settings.model_path, settings.trust_remote_code, verifier.end_ids
-    template = functools.cache(lambda: load_template(*parts, settings.template_args))
+    if settings.endpoint:
+        check_servers_day(rendering, settings.date)
     longest = verifier.longest_sample(settings.max_seq_len) - settings.max_new_tokens
-    prompts, skipped = load_prompts(
-        rows, template, verifier.vocab_size, longest, settings.skip_bad_rows, settings.all_turns
-    )
+    which = settings.skip_bad_rows, settings.all_turns
+    prompts, skipped = load_prompts(rows, rendering.template, verifier.vocab_size, longest, *which)
     conversations = conversations_of(prompts, settings.answers_per_prompt)
     if settings.dry_run:
         progress.log(
@@ -157,7 +158,7 @@ def check(settings: RegenerateSettings) -> RegenerateJob | None:
         )
         return None
     output.lock(state)
-    return RegenerateJob(output, verifier, template, longest, conversations, len(prompts), skipped)
+    return RegenerateJob(output, verifier, rendering, longest, conversations, len(prompts), skipped)
 
 
 def report(
@@ -205,10 +206,10 @@ def backend_of(
     if settings.endpoint:
         from common.regeneration.endpoint import Endpoint
 
-        return contextlib.closing(Endpoint(settings))
+        return contextlib.closing(Endpoint(settings, job.rendering.not_served))
     from common.regeneration.in_process import in_process
 
-    return in_process(settings, job.verifier, job.template, job.longest)
+    return in_process(settings, job.verifier, job.rendering.template, job.longest)
 
 
 if __name__ == "__main__":

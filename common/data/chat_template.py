@@ -21,13 +21,13 @@ tests/templates.py, with what the verifier says in a turn; if test_chat.py then 
 the place to handle it.
 """
 
+import datetime
 import json
 import re
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from common.data.conversations import RowError
-from common.errors import UserError
+from common.data.conversations import RowError, named_reasoning
 
 # Stand for an answer's and another message's text in renderings, to find where a template puts
 # them; private-use characters, which no data hold.
@@ -66,23 +66,13 @@ class Headers(NamedTuple):
     prompt: str
     finished: str
 
-
-def load_tokenizer(model_path: str, trust_remote_code: bool) -> Any:
-    """Load the verifier's tokenizer; code that ships with it runs only with trust_remote_code."""
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust_remote_code)
-    except Exception as e:  # missing files, remote code without the flag, hub errors
-        text = " ".join(str(e).split())[:300]
-        if "trust_remote_code" in str(e):
-            text = (
-                "its tokenizer is Python code that ships with the model; pass --trust-remote-code"
-            )
-        raise UserError(f"--model-path {model_path}: cannot load the tokenizer: {text}") from None
-    if not getattr(tokenizer, "chat_template", None):
-        raise UserError(f"--model-path {model_path}: its tokenizer has no chat template")
-    return tokenizer
+    def same_but_thinking(self) -> bool:
+        """Whether they differ in what opens or closes the reasoning alone."""
+        of_prompt, of_finished = (
+            re.split(f"{THINK}|{END_THINK}", text)[0].rstrip()
+            for text in (self.prompt, self.finished)
+        )
+        return of_prompt == of_finished
 
 
 class Template:
@@ -91,12 +81,21 @@ class Template:
     Args:
         end_ids: ids that end an answer.
         options: the template's own variables (`enable_thinking`, ..).
+        date: what it is told that today is, YYYY-MM-DD.
     """
 
     def __init__(
-        self, tokenizer: Any, end_ids: tuple[int, ...], options: dict[str, Any] | None = None
+        self,
+        tokenizer: Any,
+        end_ids: tuple[int, ...],
+        options: dict[str, Any] | None = None,
+        date: str | None = None,
     ):
-        self.tokenizer, self.end_ids, self.options = tokenizer, end_ids, options or {}
+        self.tokenizer, self.end_ids, self.options = tokenizer, end_ids, dict(options or {})
+        self.asked_date = False  # whether a rendering has asked for today
+        if date:
+            self.today = datetime.date.fromisoformat(date)
+            self.options["strftime_now"] = self.strftime_now
         self.end_texts = [tokenizer.decode([i]) for i in end_ids]
         template = getattr(tokenizer, "chat_template", None)
         marks = re.search(r"\{%-?\s*generation\b", template if isinstance(template, str) else "")
@@ -106,13 +105,18 @@ class Template:
         self.ids_stand_alone = behind == before + alone
         self._role_tokens: dict[str, list[int]] = {}
 
+    def strftime_now(self, form: str) -> str:
+        """The name by which templates ask for today's date."""
+        self.asked_date = True
+        return self.today.strftime(form)
+
     def render(
         self, messages: list[dict], generation_prompt: bool, tools: list | None = None
     ) -> str:
         """The rendering, with a generation prompt or finished; RowError where it is refused."""
         try:
             return self.tokenizer.apply_chat_template(
-                messages,
+                [named_reasoning(message) for message in messages],
                 tools=tools,
                 tokenize=False,
                 add_generation_prompt=generation_prompt,
@@ -212,6 +216,13 @@ class Template:
         if shown and (reasoning in rest or reasoning in header.finished):
             if header.finished.startswith(header.prompt):
                 return Split(prompt, header.finished[len(header.prompt) :] + rest, [])
+            if not (header.prompt.startswith(header.finished) or header.same_but_thinking()):
+                raise RowError(
+                    "finished turns begin otherwise than the generation prompt",
+                    f"turn {n}: {header.finished!r}, asked with {header.prompt!r}; train on"
+                    " generation prompt and raw output ids instead"
+                    " (tools/regenerate_responses.py)",
+                )
             note = "note: turns whose rendering lacks the end of the generation prompt"
             return Split(prompt[: len(prompt) - len(header.prompt)] + header.finished, rest, [note])
         if not header.prompt.rstrip().endswith(THINK):
@@ -271,7 +282,7 @@ class Template:
 
         try:
             rendered: Any = render_jinja_template(
-                [messages],
+                [[named_reasoning(message) for message in messages]],
                 tools=tools,
                 chat_template=self.tokenizer.get_chat_template(None, tools),
                 return_assistant_tokens_mask=True,
@@ -354,13 +365,6 @@ class Template:
             if ids and ids[0] in self.end_ids:
                 self._role_tokens[role] = ids[:1]
         return self._role_tokens[role]
-
-
-def load_template(
-    model_path: str, trust_remote_code: bool, end_ids: tuple[int, ...], options: dict[str, Any]
-) -> Template:
-    """The template of a verifier's tokenizer; see load_tokenizer and Template."""
-    return Template(load_tokenizer(model_path, trust_remote_code), end_ids, options)
 
 
 def reasoning_of(message: dict[str, Any]) -> str:

@@ -33,7 +33,11 @@ ROLES = {
     "observation": "tool",
     "tool_response": "tool",
 }
-REASONING = ("reasoning_content", "reasoning", "thinking")  # keys of a turn's reasoning
+# Keys of a turn's reasoning in rows and in templates; the first is the one used here.
+REASONING = (
+    "reasoning_content", "reasoning", "thinking", "thought", "thoughts", "thinking_content",
+    "reasoning_text",
+)  # fmt: skip
 KEPT = ("name", "tool_call_id")  # keys of a turn that templates read, kept as they are
 CUT = "length"  # finish_reason of an answer that the length limit cut
 # finish_reasons of servers that did not let the verifier end its answer
@@ -175,7 +179,7 @@ def message_of(n: int, turn: Any) -> dict[str, Any]:
     message: dict[str, Any] = {"role": ROLES[name], "content": content}
     reasoning = next((turn[k] for k in REASONING if isinstance(turn.get(k), str) and turn[k]), None)
     if reasoning:
-        message["reasoning_content"] = reasoning
+        message[REASONING[0]] = reasoning
     if calls:
         if not isinstance(calls, list):
             raise bad_row("malformed tool call", f"turn {n}: tool_calls is not a list")
@@ -183,6 +187,12 @@ def message_of(n: int, turn: Any) -> dict[str, Any]:
     if turn.get("weight") == 0:  # OpenAI's fine-tuning format: context, not to be learnt
         message["weight"] = 0
     return message | {k: turn[k] for k in KEPT if turn.get(k)}
+
+
+def named_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with its reasoning under every name that a template may read it by."""
+    reasoning = message.get(REASONING[0])
+    return message | dict.fromkeys(REASONING, reasoning) if reasoning else message
 
 
 def tool_call(n: int, call: Any) -> dict[str, Any]:

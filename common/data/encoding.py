@@ -18,9 +18,10 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from common.data.chat_template import Encoded, Template, load_template
+from common.data.chat_template import Encoded, Template
 from common.data.conversations import CUT, NO_ANSWER, RowError, bad_row, messages_of, tools_of
 from common.data.loops import Loops, count_loops
+from common.data.rendering import load_template
 from common.data.samples import SEPARATOR, check_sample, conversation_id, conversation_name
 from common.data.settings import PrepareSettings
 from common.data.sources import Row
@@ -53,7 +54,7 @@ class EncodedRow:
 
 
 class RowEncoder:
-    """Turns rows into samples, as the settings say."""
+    """Turns rows into samples, as the settings say; `settings.date` is the template's today."""
 
     def __init__(self, settings: PrepareSettings, verifier: Verifier):
         self.settings, self.verifier = settings, verifier
@@ -64,7 +65,7 @@ class RowEncoder:
         """Loaded at the first chat row, for tokenized rows need none."""
         s = self.settings
         return load_template(
-            s.model_path, s.trust_remote_code, self.verifier.end_ids, s.template_args
+            s.model_path, s.trust_remote_code, self.verifier.end_ids, s.template_args, s.date
         )
 
     def encode(self, row: Row) -> EncodedRow:
@@ -116,7 +117,18 @@ class RowEncoder:
             if not self.settings.skip_bad_rows:
                 raise
             raise bad_row("broken tokenized row") from None
-        return ids.tolist(), [Encoded(ids.tolist(), mask.astype(int).tolist())]
+        return ids.tolist(), [self.ended(ids.tolist(), mask.astype(int).tolist())]
+
+    def ended(self, ids: list[int], mask: list[int]) -> Encoded:
+        """A tokenized row without loss on what follows an end-of-turn token in an answer."""
+        ended, past = False, 0
+        for n, token in enumerate(ids):
+            if mask[n] and ended:
+                mask[n], past = 0, past + 1
+            else:
+                ended = bool(mask[n]) and token in self.verifier.end_ids
+        note = ["note: tokenized rows with loss after an end-of-turn token"] if past else []
+        return Encoded(ids, mask, note)
 
     def within_limit(self, one: Encoded, counts: Counter[str]) -> list[dict[str, Any]]:
         """The sample within the length limit, as none, one or several."""

@@ -63,7 +63,9 @@ def load_prompts(
                 )
         except RowError as e:
             if not skip_bad_rows:
-                raise UserError(f"{row.where}: {e}; fix or remove the row") from None
+                raise UserError(
+                    f"{row.where}: {e}; fix or remove the row, or pass --skip-bad-rows"
+                ) from None
             skipped += 1
             continue
         prompts[prompt.id] = prompt

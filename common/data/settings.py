@@ -5,7 +5,19 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class PrepareSettings:
+class TemplateSettings:
+    """The flags of scripts that render prompts. date: YYYY-MM-DD, None where it is not given."""
+
+    model_path: str
+    output_dir: str
+    template_args: dict[str, Any]
+    date: str | None
+    overwrite: bool
+    trust_remote_code: bool
+
+
+@dataclass(frozen=True)
+class PrepareSettings(TemplateSettings):
     """Flags of 01; None where one is not given.
 
     dataset: `NAME[,option=value..]`, see sources.parse_source.
@@ -14,13 +26,10 @@ class PrepareSettings:
     workers: processes. show: samples to print instead of writing any.
     """
 
-    model_path: str
     dataset: list[str]
-    output_dir: str
     max_samples: int | None
     max_seq_len: int
     long: str
-    template_args: dict[str, Any]
     keep_unfinished: bool
     drop_looping: bool
     skip_bad_rows: bool
@@ -28,8 +37,6 @@ class PrepareSettings:
     show: int | None
     seed: int
     dry_run: bool
-    overwrite: bool
-    trust_remote_code: bool
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import openai
 
-from common.data.conversations import REASONING
+from common.data.conversations import REASONING, named_reasoning
 from common.errors import UserError, again, one_line
 from common.regeneration.settings import RegenerateSettings
 from common.regeneration.turns import Answer, Conversation, Refusal, split_reasoning
@@ -27,11 +27,13 @@ class Endpoint:
     has a thread: `answers` needs those that are done, in any order, without an event loop.
     """
 
-    def __init__(self, settings: RegenerateSettings):
+    def __init__(self, settings: RegenerateSettings, stop_token_ids: tuple[int, ...] = ()):
+        """stop_token_ids: at which the server does not stop by itself."""
         url = settings.endpoint or ""
         if not url.startswith(("http://", "https://")):
             raise UserError(f"--endpoint {url}: expected http://HOST:PORT/v1")
         self.url, self.settings, self.concurrency = url, settings, settings.concurrency
+        self.stop_token_ids = list(stop_token_ids)
         self.client = openai.OpenAI(
             base_url=url,
             api_key=os.environ.get("OPENAI_API_KEY", "none"),
@@ -118,6 +120,8 @@ class Endpoint:
             "top_p": self.settings.top_p,
             "extra_body": {"return_token_ids": True},
         }
+        if self.stop_token_ids:
+            options["extra_body"]["stop_token_ids"] = self.stop_token_ids
         if seed is not None:
             options["seed"] = seed
         if conversation.messages:
@@ -152,7 +156,8 @@ class Endpoint:
         if conversation.tools:
             options["tools"] = conversation.tools
         messages: Any = [
-            {k: v for k, v in message.items() if k != "weight"} for message in conversation.messages
+            {k: v for k, v in named_reasoning(message).items() if k != "weight"}
+            for message in conversation.messages
         ]
         response = self.client.chat.completions.create(messages=messages, **options)
         choice, message = response.choices[0], response.choices[0].message

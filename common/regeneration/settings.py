@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from common.data.settings import TemplateSettings
 from common.verifier.engine import EngineSettings
 
 # What decides the answers; a resume must have the same.
@@ -14,11 +15,9 @@ RECORDED = (
 
 
 @dataclass(frozen=True)
-class RegenerateSettings(EngineSettings):
+class RegenerateSettings(EngineSettings, TemplateSettings):
     """The script's flags, a field each, with those of the engine. request_timeout: seconds."""
 
-    model_path: str
-    output_dir: str
     prompts: list[str]
     max_samples: int | None
     max_new_tokens: int
@@ -26,7 +25,6 @@ class RegenerateSettings(EngineSettings):
     top_p: float
     answers_per_prompt: int
     all_turns: bool
-    template_args: dict[str, Any]
     seed: int
     endpoint: str | None
     served_model: str | None
@@ -35,7 +33,6 @@ class RegenerateSettings(EngineSettings):
     request_timeout: float
     skip_bad_rows: bool
     dry_run: bool
-    overwrite: bool
 
     def manifest_settings(self, end_ids: tuple[int, ...]) -> dict[str, Any]:
         values = {name: getattr(self, name) for name in RECORDED}

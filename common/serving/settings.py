@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from common.data.settings import TemplateSettings
 from common.verifier.engine import EngineSettings
 
 # What decides the counts; a resume must have the same.
@@ -13,26 +14,27 @@ RECORDED = (
 
 
 @dataclass(frozen=True)
-class EvaluateSettings(EngineSettings):
+class EvaluateSettings(EngineSettings, TemplateSettings):
     """The script's flags, a field each, with those of the engine."""
 
-    model_path: str
     draft: str
     prompts: list[str]
-    output_dir: str
     max_samples: int | None
     hidden_states: str | None
     aux_ids: list[int] | None
     quantized_copy: bool
-    template_args: dict[str, Any]
     num_speculative_tokens: int
     max_new_tokens: int
     only_draft: bool
+    skip_bad_rows: bool
     seed: int
     dry_run: bool
-    overwrite: bool
 
     def manifest_settings(self, end_ids: tuple[int, ...]) -> dict[str, Any]:
         values = {name: getattr(self, name) for name in RECORDED}
-        given = {"aux_ids": self.aux_ids, "quantized_copy": self.quantized_copy}
+        given = {
+            "aux_ids": self.aux_ids,
+            "quantized_copy": self.quantized_copy,
+            "skip_bad_rows": self.skip_bad_rows,
+        }
         return values | {"end_ids": sorted(end_ids)} | {k: v for k, v in given.items() if v}
