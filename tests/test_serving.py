@@ -396,12 +396,17 @@ def test_right_drafts_are_accepted_and_change_no_answer(tiny_llama, tiny_prepare
     folder.mkdir()
     d2t = target_D - torch.arange(D)
     export_draft(folder, draft.shape, weights, known, [2, 4, 5], 3, d2t, t2d, torch.float32)
-    line = last_line(must(
-        script("tools/evaluate_draft.py", "--model-path", model, "--draft", folder, "--prompts",
-               tiny_prepared / "tokenized_data.jsonl", "--max-samples", 12, "--max-seq-len", 256,
-               "--max-new-tokens", 24, "--dtype", "float32", "--output-dir", out,
-               "--engine-args", '{"enforce_eager": true}')
-    ))  # fmt: skip
+    prompts = (tiny_prepared / "tokenized_data.jsonl").read_text().splitlines()[:12]
+    long = {"id": "long", "input_ids": [5] * 233}
+    data = write_jsonl(tmp_path / "p.jsonl", [long, *map(json.loads, prompts)])
+    args = ["--model-path", model, "--draft", folder, "--prompts", data, "--max-seq-len", 256,
+            "--max-new-tokens", 24, "--dtype", "float32", "--output-dir", out,
+            "--engine-args", '{"enforce_eager": true}']  # fmt: skip
+    refused = script("tools/evaluate_draft.py", *args, "--dry-run")
+    fails(refused, "p.jsonl:1: prompt too long: 233 tokens, over 232", "--skip-bad-rows")
+    done = must(script("tools/evaluate_draft.py", *args, "--skip-bad-rows"))
+    line = last_line(done)
+    assert "over 12 prompts (1 skipped)" in line
     result = json.loads((out / "result.json").read_text())
     assert result["acceptance_length"] > 2.5
     positions = result["acceptance_by_position"]

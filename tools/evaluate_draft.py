@@ -27,7 +27,6 @@ from common.serving.settings import EvaluateSettings
 
 if TYPE_CHECKING:
     from common.data.prompts import Prompt
-    from common.data.sources import Source
     from common.serving.acceptance import DraftMeasurement
     from common.serving.checkpoint import ServedDraft
     from common.serving.generation import Run
