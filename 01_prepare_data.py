@@ -81,8 +81,8 @@ def main() -> None:
     artifacts.check_apart(out, settings.model_path, *(f for s in sources for f in s.files))
     check_outside(out, sources)
     firsts = (row for s in sources for row in itertools.islice(read_rows([s]), FIRST_ROWS))
-    answers = [file for s in sources for file in s.files]
-    rendering = rendering_of(settings, verifier, firsts, answers)
+    files = [file for s in sources for file in s.files]
+    rendering = rendering_of(settings, verifier, firsts, files)
     settings = dataclasses.replace(settings, date=rendering.date)
     verifier = dataclasses.replace(verifier, end_ids=rendering.end_ids)
     stage = stage_of(settings, verifier, sources, rendering)
