@@ -188,16 +188,16 @@ def test_01_continues_on_the_first_day_and_tells_another_apart(smollm2, tmp_path
 
 
 @pytest.mark.parametrize("shown", REASONING)
-@pytest.mark.parametrize("called", ["reasoning_content", "thinking", "thought"])
-def test_reasoning_is_shown_whatever_row_and_template_call_it(tokenizer, called, shown):
+def test_reasoning_is_shown_whatever_row_and_template_call_it(tokenizer, shown):
     thinks = f"(('<think>' + m.{shown} + '</think>') if m.{shown} else '') + m.content"
     for case in (CHATML, CASES["marked"]):
         source = case.source.replace("m.content", thinks)
         template = template_of(dataclasses.replace(case, source=source), tokenizer)
-        row = {"messages": turns(("Sum?", "Two."))}
-        row["messages"][1][called] = "1 and 1"
-        (text,) = loss_texts(template, template.encode(messages_of(row)))
-        assert text == "<think>1 and 1</think>Two.<|im_end|>"
+        for called in ("reasoning_content", "thinking", "thought"):
+            row = {"messages": turns(("Sum?", "Two."))}
+            row["messages"][1][called] = "1 and 1"
+            (text,) = loss_texts(template, template.encode(messages_of(row)))
+            assert text == "<think>1 and 1</think>Two.<|im_end|>"
 
 
 # ---------------------------------------------------------------- finished turns
