@@ -113,6 +113,8 @@ def fault(states_TLH: torch.Tensor, kind: str) -> None:
     rows = states_TLH[:, 2]
     if kind == "NaN in some rows":
         rows[3:5, 17] = float("nan")
+    elif kind == "Inf in one row":
+        rows[2, 40] = -float("inf")
     elif kind == "a row of zeros":
         rows[4] = 0
         rows[4, 5] = -0.0
@@ -122,6 +124,7 @@ def fault(states_TLH: torch.Tensor, kind: str) -> None:
 
 FAULTS = {
     "NaN in some rows": "its hidden states hold NaN or Inf (token 3, layer 9)",
+    "Inf in one row": "its hidden states hold NaN or Inf (token 2, layer 9)",
     "a row of zeros": "its hidden states hold a row of zeros (token 4, layer 9)",
     "all rows the same": "its hidden states are the same at all 6 tokens (layer 9)",
     "none": None,
@@ -174,28 +177,28 @@ def test_sound_states_pass_however_sparse(tokens, hidden, seed):
 @pytest.mark.quick
 @pytest.mark.parametrize("dtype", ["bfloat16", FP8])
 def test_the_writer_leaves_out_the_samples_at_fault_alone(tmp_path, dtype):
-    """All kinds in one batch: NaN in some rows of one layer, a row of zeros, rows all alike; and
-    sound samples whose largest values are all one number, or which are a single token."""
-    x_NLH = torch.randn(5 * 6 + 1, 4, 80)
+    """All kinds in one batch: NaN or Inf in some rows of one layer, a row of zeros, rows all
+    alike; and sound samples whose largest values are all one number, or of a single token."""
+    x_NLH = torch.randn(6 * 6 + 1, 4, 80)
     for n, kind in enumerate(FAULTS):
         fault(x_NLH[6 * n : 6 * n + 6], kind)
-    x_NLH[24:30, :, 7] = 50.0
+    x_NLH[30:36, :, 7] = 50.0
     states, scale = stored(x_NLH, dtype)
-    writer = Writer((31, 4, 80), dtype, [1, 4, 9, 11], pin=False)
+    writer = Writer((37, 4, 80), dtype, [1, 4, 9, 11], pin=False)
     rows = writer.free_buffer()
-    ids = [np.arange(6 * n, 6 * n + 6, dtype=np.int32) for n in range(5)] + [np.array([30])]
+    ids = [np.arange(6 * n, 6 * n + 6, dtype=np.int32) for n in range(6)] + [np.array([36])]
     rows.states_NLH.copy_(states)
     rows.scale_NL.copy_(scale)
     rows.largest_NL.copy_(torch.linalg.vector_norm(x_NLH, float("inf"), dim=-1))
-    rows.ids_N.copy_(torch.arange(31))
-    rows.positions_N.copy_(torch.tensor([*range(6)] * 5 + [0]))
-    writer.submit(0, CapturedBatch(rows, 31, None), list(enumerate(ids)), tmp_path)
+    rows.ids_N.copy_(torch.arange(37))
+    rows.positions_N.copy_(torch.tensor([*range(6)] * 6 + [0]))
+    writer.submit(0, CapturedBatch(rows, 37, None), list(enumerate(ids)), tmp_path)
     (result,) = writer.finished(of_all=True)
     writer.close()
     result.raise_error()
-    assert result.bad == dict(enumerate(list(FAULTS.values())[:3]))
-    assert sorted(result.checksums) == [3, 4, 5]
-    assert [hidden_file(tmp_path, n).exists() for n in range(6)] == [False] * 3 + [True] * 3
+    assert result.bad == dict(enumerate(list(FAULTS.values())[:4]))
+    assert sorted(result.checksums) == [4, 5, 6]
+    assert [hidden_file(tmp_path, n).exists() for n in range(7)] == [False] * 4 + [True] * 3
 
 
 lengths = st.dictionaries(st.integers(0, 5000), st.integers(1, 64), min_size=1, max_size=200)
