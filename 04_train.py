@@ -144,7 +144,8 @@ def check(settings: TrainSettings, ranks: "Ranks") -> "TrainJob | None":
         identities["init_from"] = initial.digest()
     rows = settings.rows_per_step
     if not rows and not settings.overwrite:
-        rows = recorded(settings.out, "settings", "rows_per_step")
+        found = recorded(settings.out, "settings", "rows_per_step")
+        rows = found if type(found) is int and found > 0 else None  # else it is damaged
     settings = replace(settings, rows_per_step=rows or ranks.world)
     stage = Stage(STAGE, inputs.content_settings(settings, shape, data), identities)
     output = Output(settings.out, stage, settings.overwrite)

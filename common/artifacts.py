@@ -24,16 +24,24 @@ def atomic_file(path: Path, mode: str = "wb") -> Iterator[IO]:
     temporary = path.with_name(f".{path.name}.partial")
     encoding = None if "b" in mode else "utf-8"
     try:
-        with open(temporary, mode, encoding=encoding) as f:
+        with writing(path), open(temporary, mode, encoding=encoding) as f:
             yield f
             f.flush()
             os.fsync(f.fileno())
         os.replace(temporary, path)
-    except BaseException as e:
+    except BaseException:
         with contextlib.suppress(FileNotFoundError):
             temporary.unlink()
-        if isinstance(e, OSError) and e.filename is None:  # of a write: a full disk, say
-            e.filename = str(path)
+        raise
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """An I/O error in this block names the file: that of a write (a full disk, say) does not."""
+    try:
+        yield
+    except OSError as e:
+        e.filename = e.filename or str(path)
         raise
 
 
@@ -115,9 +123,14 @@ def require_space(folder: Path, needed_bytes: int, overwrite: bool, remedy: str)
 
 
 def check_apart(output: Path, *inputs: str | Path) -> None:
-    """UserError when an input is, or lies in, the output folder: --overwrite would delete it."""
+    """UserError when the output folder cannot be one, or when an input is, or lies in, it:
+    --overwrite would delete it."""
+    for path in (output, *output.parents):
+        if os.path.lexists(path) and not path.is_dir():
+            what = "a file" if path.exists() else "a broken link"
+            raise UserError(f"{path}: is {what}; --output-dir takes a folder")
     out = output.resolve()
     for path in map(Path, inputs):
-        there = path.resolve()
+        there = Path(os.path.realpath(path))  # unlike resolve(), of a link to itself too
         if there == out or out in there.parents:
             raise UserError(f"--output-dir {output}: holds the input {path}; choose another folder")

@@ -9,49 +9,81 @@ import argparse
 import dataclasses
 import datetime
 import json
+import math
 import os
+import re
+import reprlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from common.errors import nearest
+from common import streams
+from common.errors import nearest, report_error
 
 SECTIONS = ("common", "regenerate", "prepare", "vocab", "extract", "train", "evaluate")
 
 # Keys of the YAML's `common` section: read by every script that has the flag.
 COMMON_KEYS = ("model_path", "max_seq_len", "layers", "seed", "trust_remote_code")
+MOST = sys.maxsize  # of a whole number
+# What every chat template is given, or says how it is rendered.
+TEMPLATE_GIVEN = {
+    "messages", "conversation", "tools", "add_generation_prompt", "continue_final_message",
+    "chat_template", "tokenize", "padding", "truncation", "max_length", "return_tensors",
+    "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
+}  # fmt: skip
 T = TypeVar("T")
 
 
-def json_object(text: str | dict) -> dict:
+def json_object(given: str | dict) -> dict:
     """Argparse type of flags that take a JSON object (a mapping in the YAML)."""
-    if isinstance(text, dict):
-        if not all(isinstance(key, str) for key in text):
-            raise argparse.ArgumentTypeError("its keys are not all text")
-        return text
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError as e:
-        raise argparse.ArgumentTypeError(f"not JSON: {e}") from None
+        value = json.loads(given) if isinstance(given, str) else given
+        check_json(value, "the value")
     except RecursionError:
         raise argparse.ArgumentTypeError("is nested too deeply") from None
+    except ValueError as e:
+        raise argparse.ArgumentTypeError(f"not JSON: {e}") from None
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError("not a JSON object")
     return value
 
 
-def integer(low: int, high: int | None = None) -> Callable[[str], int]:
-    """Argparse type: a whole number from `low` to `high`."""
-    limits = f"of at least {low}" if high is None else f"from {low} to {high}"
+def check_json(value: Any, name: str) -> None:
+    """ArgumentTypeError naming the key whose value a manifest would not give back as it is: YAML
+    knows more types than JSON, and Python reads numbers that JSON does not have."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise argparse.ArgumentTypeError(f"the key {key} is no text; put it in quotes")
+            check_json(item, key)
+    elif isinstance(value, list):
+        for item in value:
+            check_json(item, name)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{name} is {value}, which JSON does not have")
+    elif not isinstance(value, str | int | float | None):
+        kind = type(value).__name__
+        raise argparse.ArgumentTypeError(f"{name} is a {kind}; put it in quotes")
+
+
+def template_args(given: str | dict) -> dict:
+    """Argparse type: a chat template's own variables, not those that every template is given."""
+    value = json_object(given)
+    for key in value.keys() & TEMPLATE_GIVEN:
+        raise argparse.ArgumentTypeError(f"{key} is no variable of the template's own")
+    return value
+
+
+def integer(low: int, high: int = MOST) -> Callable[[str], int]:
+    """Argparse type: a whole number from `low` (at least 0) to `high`."""
 
     def number(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = low - 1
-        if value < low or (high is not None and value > high):
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {limits}")
+        value = int(text[:20]) if text.isascii() and text.isdigit() else -1
+        if not low <= value <= high:
+            lower = high == MOST and value < low
+            limits = f"of at least {low}" if lower else f"from {low} to {high}"
+            raise argparse.ArgumentTypeError(f"{reprlib.repr(text)} is not a whole number {limits}")
         return value
 
     return number
@@ -66,11 +98,13 @@ def between(low: float, high: float) -> Callable[[str], float]:
 
     def number(text: str) -> float:
         try:
-            value = float(text)
+            value = float(text if text.isascii() and "_" not in text else "nan")
         except ValueError:
             value = float("nan")
         if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number from {low:g} to {high:g}")
+            raise argparse.ArgumentTypeError(
+                f"{reprlib.repr(text)} is not a number from {low:g} to {high:g}"
+            )
         return value
 
     return number
@@ -88,6 +122,8 @@ def path_text(text: str) -> str:
     """A path; not the empty one of an unset variable, which would mean the current folder."""
     if not text:
         raise argparse.ArgumentTypeError("is empty")
+    if "\0" in text:
+        raise argparse.ArgumentTypeError("holds a NUL character")
     return text
 
 
@@ -112,13 +148,13 @@ COMMON_FLAGS: dict[str, dict[str, Any]] = {
         type=positive_int, default=2048, metavar="TOKENS", help="longest sample, in tokens"
     ),
     "--layers": dict(
-        type=int,
+        type=non_negative_int,
         nargs="+",
         metavar="I",
         help="layers captured, 0-based (default 2, n//2, n-3, n-1)",
     ),
     "--template-args": dict(
-        type=json_object,
+        type=template_args,
         default={},
         metavar="JSON",
         help='variables of the chat template, as {"enable_thinking": false}',
@@ -180,11 +216,13 @@ class Parser(argparse.ArgumentParser):
         self.section = section
         self.needed: list[str] = []
         if section in SECTIONS:
-            self.add_argument("--config", metavar="YAML", help="the verifier's YAML (configs/)")
+            self.add_argument(
+                "--config", type=path_text, metavar="YAML", help="the verifier's YAML (configs/)"
+            )
 
     def error(self, message: str) -> NoReturn:
-        print(f"see: python {self.prog} --help", file=sys.stderr)
-        print(f"error: {message}", file=sys.stderr)
+        streams.print_now(f"see: python {self.prog} --help", sys.stderr)
+        report_error(message)
         sys.exit(2)
 
     def need(self, *flags: str) -> None:
@@ -257,11 +295,14 @@ class Parser(argparse.ArgumentParser):
                         raise yaml.YAMLError(f"{key} is there twice, {node.start_mark}")
                 return super().construct_mapping(node, deep)
 
+        # 1e-5, a number to everybody else, is text to YAML 1.1
+        exponent = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$")
+        Loader.add_implicit_resolver("tag:yaml.org,2002:float", exponent, list("-+0123456789"))
         try:
             sections = yaml.load(path.read_text(encoding="utf-8"), Loader)
         except OSError as e:
             self.error(f"--config {path}: {e.strerror}")
-        except (yaml.YAMLError, UnicodeDecodeError) as e:
+        except (yaml.YAMLError, ValueError) as e:  # of its bytes, a date or a number
             self.error(f"{path}: not YAML: {' '.join(str(e).split())}")
         except RecursionError:
             self.error(f"{path}: not YAML: it is nested too deeply")
@@ -281,9 +322,9 @@ class Parser(argparse.ArgumentParser):
         kind: Callable = action.type if callable(action.type) else str
         if value == []:
             self.error(f"{where}: the list is empty; leave the key out for the default")
-        out = []
+        out, takes_mapping = [], (json_object, template_args)
         for item in value if many else [value]:
-            if isinstance(item, list) or (isinstance(item, dict) and kind is not json_object):
+            if isinstance(item, list) or (isinstance(item, dict) and kind not in takes_mapping):
                 self.error(f"{where}: expected one value, found {item!r}")
             try:
                 item = kind(item if isinstance(item, dict) else str(item))

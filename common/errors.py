@@ -119,5 +119,5 @@ def os_error_text(e: OSError) -> str:
         errno.EACCES: "check the folder's permissions or choose another --output-dir",
         errno.EROFS: "the file system is read-only; choose another --output-dir",
     }.get(e.errno or 0, "")
-    where = f"{e.filename}: " if e.filename else ""
-    return f"{where}{e.strerror or e}{'; ' + remedy if remedy else ''}"
+    name = e.filename2 or e.filename  # of two, the second is written
+    return f"{f'{name}: ' if name else ''}{e.strerror or e}{'; ' + remedy if remedy else ''}"

@@ -45,6 +45,7 @@ OURS = (
     "metrics.jsonl", "curves.png", "tensorboard",
     *RESUMED, *(n for names in STAGE_FILES.values() if names != DRAFT for n in names),
 )  # fmt: skip
+FOLDERS = ("state", PROBE, ".export.partial", "tensorboard", "rows_*-*", "shard-*-of-*")  # of these
 _locks: list[IO] = []  # open until the process ends
 
 
@@ -200,12 +201,14 @@ class Output:
 
         UserError when it holds a run with other settings or other input data, so that stale
         data is never reused in silence, or data without a manifest, and when --overwrite
-        would delete what is not ours.
+        would delete what is not ours; without it, when a name of ours is another kind of file.
         """
         folder, stage, overwrite = self.folder, self.stage, self.overwrite
         path, products = folder / MANIFEST, STAGE_FILES.get(stage.name, ())
         if overwrite:
             check_ours(folder)
+        else:
+            check_kinds(folder, products)
         if not path.exists():
             data = () if overwrite else (*products, *RESUMED)
             there = [name for name in data if (folder / name).exists()]
@@ -258,8 +261,6 @@ class Output:
                 # Lustre without `-o flock`, say
                 log(f"note: {folder} cannot be locked here; start no second run on it")
             _locks.append(lock)
-        except FileExistsError:
-            raise UserError(f"{folder}: is a file; --output-dir takes a folder") from None
         except OSError as e:
             raise UserError(f"--output-dir {folder}: cannot write: {os_error_text(e)}") from None
         if self.earlier_run() != state:
@@ -312,6 +313,20 @@ def check_ours(folder: Path) -> None:
             raise UserError(
                 f"{folder}: --overwrite would delete {path.name}, which none of these scripts"
                 " wrote; choose another --output-dir, or move it"
+            )
+
+
+def check_kinds(folder: Path, products: tuple[str, ...]) -> None:
+    """UserError where a file has the name of a folder that a stage makes, or the other way round:
+    it would fail at the first write there."""
+    for path in folder.iterdir() if folder.is_dir() else ():
+        ours = any(fnmatch(path.name, name) for name in (*OURS, *products))
+        to_be_folder = any(fnmatch(path.name, name) for name in FOLDERS)
+        if ours and path.is_dir() != to_be_folder:
+            found, made = ("a file", "a folder") if to_be_folder else ("a folder", "a file")
+            raise UserError(
+                f"{path}: is {found}, where {made} of that name is to be; move it, or choose"
+                " another --output-dir"
             )
 
 

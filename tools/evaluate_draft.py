@@ -52,10 +52,10 @@ def parse_args() -> EvaluateSettings:
     add("--quantized-copy", action="store_true",
         help="the verifier is a quantised copy of the one that the draft was trained on")
     p.add_common("--template-args", "--date")
-    add("--num-speculative-tokens", type=cli.positive_int, default=3, metavar="N",
-        help="tokens drafted per forward pass of the verifier")
-    add("--max-new-tokens", type=cli.positive_int, default=256, metavar="TOKENS",
-        help="of an answer")
+    add("--num-speculative-tokens", type=cli.integer(1, 128), default=3, metavar="N",
+        help="tokens drafted per forward pass of the verifier (vLLM's limit is 128)")
+    add("--max-new-tokens", type=cli.integer(2), default=256, metavar="TOKENS",
+        help="of an answer; the first comes without a draft")
     add("--batch-size", type=cli.positive_int, default=32, help="prompts decoded together")
     # float32 is lossless: the answers with and without the draft are the same
     p.add_common("--tp-size", "--gpu-memory-utilization", "--dtype", "--engine-args")
@@ -119,7 +119,8 @@ def main() -> None:
         took = progress.duration(time.monotonic() - started)
         progress.log(f"evaluate: measured with the draft, {took} -> {measured}")
         return
-    drafted = DraftMeasurement.read(measured)
+    prompts = {prompt.id for prompt in job.prompts}
+    drafted = DraftMeasurement.read(measured, prompts, settings.num_speculative_tokens)
     report(settings, output, measure_verifier(settings, job), drafted, job.skipped, started)
     measured.unlink()
 

@@ -62,9 +62,9 @@ def rendering_of(
     days = {
         folder: day
         for folder in dict.fromkeys(file.parent for file in answers)
-        if (day := recorded(folder, "settings", "date"))
+        if (day := recorded_day(folder))
     }
-    earlier = None if settings.overwrite else recorded(out, "settings", "date")
+    earlier = None if settings.overwrite else recorded_day(out)
     known = [settings.date, earlier, *days.values(), datetime.date.today().isoformat()]
     date = next(day for day in known if day)
     ends = served = with_tokenizers_end(verifier)
@@ -89,6 +89,14 @@ def rendering_of(
                 f"note: prompts say {date}, those in {folder} {day} (--date {day} makes them alike)"
             )
     return Rendering(template, ends, ends[len(served) :], date, dated)
+
+
+def recorded_day(folder: Path) -> str | None:
+    """The day that a folder's manifest has; None for none, or a damaged one."""
+    try:
+        return datetime.date.fromisoformat(recorded(folder, "settings", "date")).isoformat()
+    except (TypeError, ValueError):
+        return None
 
 
 def has_conversation(rows: Iterable[Row]) -> bool:

@@ -147,7 +147,8 @@ def local_files(path: Path) -> list[Path]:
             raise UserError(f"{broken}: a broken link; fix or delete it")
         return found
     if not path.is_file():
-        raise UserError(f"{path}: no such file")
+        what = "is no regular file; give one" if path.exists() else "no such file"
+        raise UserError(f"{path}: {what}")
     if suffix_of(path) not in SUFFIXES:
         raise UserError(f"{path}: expected one of {', '.join(SUFFIXES)}, also .gz or .zst")
     return [path]

@@ -124,6 +124,8 @@ def export_draft(
                 os.fsync(f.fileno())
             os.replace(partial / name, folder / name)
         fsync_folder(folder)
+    except OSError as e:  # it may name the file in site-packages that a copy is made of, or none
+        raise OSError(e.errno, e.strerror, str(folder)) from None
     except SafetensorError as e:  # an I/O error in safetensors' own words
         raise UserError(
             f"{folder}: cannot write the checkpoint ({e}); free space, then {again()}"

@@ -22,6 +22,7 @@ from common.manifest import Output
 from common.progress import duration, log
 from common.states.files import StatesFormat
 from common.states.journal import (
+    LENGTHS,
     Entry,
     Plan,
     finished_batches,
@@ -178,6 +179,13 @@ def plan_work(
     if state != "none":
         found = read_samples(prepared, settings.max_samples, verifier.vocab_size, indices)
         samples = {s.index: s for s in found}
+        lengths = {i: len(s.input_ids) for i, s in samples.items()}
+        wrong = next((i for i in sorted(indices) if lengths.get(i) != plan.lengths[i]), None)
+        if wrong is not None:
+            raise UserError(
+                f"{out / LENGTHS}: is damaged, {prepared / FILE}:{wrong + 1} has not"
+                f" {plan.lengths[wrong]} tokens; --overwrite makes the folder again"
+            )
     return replace(work, samples={i: samples[i] for i in sorted(indices)})
 
 

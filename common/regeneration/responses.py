@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import IO, Any
 
-from common.artifacts import atomic_file, decode_json
+from common.artifacts import atomic_file, decode_json, writing
 from common.data.conversations import CUT
 from common.data.loops import Loops, count_loops
 from common.errors import UserError, again
@@ -39,8 +39,9 @@ class Responses:
             self._output.begin()
             self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (see close)
         row = response_row(conversation, answer)
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        with writing(self.path):
+            self._file.write(json.dumps(row) + "\n")
+            self._file.flush()
         messages = row.get("messages", []) if conversation.later else []
         name, tokens, reason = turn_summary(row)
         self.loops += loops_of(row)
@@ -49,7 +50,8 @@ class Responses:
 
     def close(self) -> None:
         if self._file is not None:
-            self._file.close()
+            with writing(self.path):
+                self._file.close()
 
 
 def response_row(conversation: Conversation, answer: Answer) -> dict[str, Any]:
@@ -78,6 +80,19 @@ def without_loss(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "weight": 0} if message["role"] == "assistant" else message
 
 
+def turns_of(row: dict[str, Any]) -> list[list[Any]]:
+    """The summaries of the turns on a line of the file, which must be what a run has written;
+    TypeError where not."""
+    turns = row.get("joined") or [turn_summary(row)]
+    for name, tokens, reason in turns:
+        texts = row["id"], name, reason, row.get("final", "")
+        if not all(isinstance(text, str) for text in texts) or not isinstance(tokens, int):
+            raise TypeError("its id, tokens or finish_reason are none")
+    if not isinstance(row.get("messages", []), list):
+        raise TypeError("its messages are no list")
+    return turns
+
+
 def turn_summary(row: dict[str, Any]) -> list[Any]:
     """[name, answer tokens, finish_reason] of a turn's line, as a joined line lists its turns."""
     return [row["id"], sum(row.get("loss_mask", [])), row["finish_reason"]]
@@ -103,10 +118,10 @@ def read_responses(path: Path, all_turns: bool) -> tuple[dict[str, AnsweredTurn]
             try:
                 row = decode_json(line)
                 messages = row.get("messages", []) if all_turns else []
-                for name, tokens, reason in row.get("joined") or [turn_summary(row)]:
+                for name, tokens, reason in turns_of(row):
                     answered[name] = AnsweredTurn(messages, tokens, reason, row.get("final", ""))
                 loops += loops_of(row)
-            except (ValueError, TypeError, KeyError) as e:
+            except (ValueError, TypeError, KeyError, AttributeError) as e:
                 raise UserError(
                     f"{path}: the line after byte {good} is damaged ({e}); delete that line (its"
                     f" prompt will be answered again) and {again()}"

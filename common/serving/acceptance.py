@@ -7,6 +7,7 @@ from typing import Any
 
 from common.artifacts import read_json, write_json
 from common.data.loops import loops
+from common.errors import UserError
 from common.serving.generation import Decoded, Run
 from common.serving.parity import Parity
 
@@ -29,11 +30,24 @@ class DraftMeasurement:
         write_json(path, asdict(self.run) | rest)
 
     @classmethod
-    def read(cls, path: Path) -> "DraftMeasurement":
-        found = read_json(path)
-        answers = {name: Decoded(**answer) for name, answer in found["answers"].items()}
-        parity = Parity(**found["checked"]) if found["checked"] else None
-        return cls(Run(answers, found["tokens"], found["seconds"]), found["counters"], parity)
+    def read(cls, path: Path, prompts: set[str], depths: int) -> "DraftMeasurement":
+        """What `write` has written; UserError unless it is of these prompts and drafted tokens."""
+        try:
+            found = read_json(path)
+            answers = {name: Decoded(**answer) for name, answer in found["answers"].items()}
+            parity = Parity(**found["checked"]) if found["checked"] else None
+            run = Run(answers, int(found["tokens"]), float(found["seconds"]))
+            counters = {name: float(count) for name, count in found["counters"].items()}
+            rates = [counters[f"position_{i}"] for i in range(depths)] + [counters["accepted"]]
+            if min(counters["drafts"], run.seconds) <= 0 or min(rates) < 0:
+                raise ValueError("no drafts")
+            if answers.keys() != prompts:
+                raise ValueError("other prompts")
+        except (UserError, KeyError, TypeError, ValueError, AttributeError):
+            raise UserError(
+                f"{path}: is damaged; delete it, and the draft is measured again"
+            ) from None
+        return cls(run, counters, parity)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from common.artifacts import (
     read_json,
     sha256_json,
     write_json,
+    writing,
 )
 from common.errors import UserError
 from common.progress import log
@@ -90,9 +91,12 @@ def read_plan(folder: Path) -> Plan:
     try:
         batches = [[int(i) for i in batch] for batch in read_json(folder / PLAN)["units"]]
         found = {int(i): int(n) for i, n in read_json(folder / LENGTHS).items()}
-        if not all(batches) or sum(map(len, batches)) != len(found) or not found:
+        lengths = {i: found[i] for batch in batches for i in batch}
+        if not all(batches) or not sum(map(len, batches)) == len(found) == len(lengths):
             raise ValueError("other samples")
-        return Plan(batches, {i: found[i] for batch in batches for i in batch})
+        if min(lengths) < 0 or min(lengths.values()) < 1:
+            raise ValueError("no samples")
+        return Plan(batches, lengths)
     except (UserError, KeyError, TypeError, ValueError, OverflowError):
         raise UserError(
             f"{folder / PLAN}, {LENGTHS}: missing or damaged; --overwrite makes the folder again"
@@ -117,7 +121,12 @@ def finished_batches(folder: Path, plan: Plan, form: StatesFormat) -> dict[int, 
     sizes = {}
     for rows in folder.glob("rows_*-*"):
         with os.scandir(rows) as files:
-            sizes.update({(rows.name, f.name): f.stat().st_size for f in files})
+            for f in files:
+                if f.is_dir():
+                    raise UserError(
+                        f"{f.path}: is a folder, 03 writes a file of that name; move it"
+                    )
+                sizes[rows.name, f.name] = f.stat().st_size
     expected = {n: file_bytes(n, form) for n in set(plan.lengths.values())}
     done = {}
     for number, entry in read_entries(folder).items():
@@ -175,8 +184,9 @@ class Journal:
             left | new.missing,
         )
         self._folders |= {hidden_file(self.folder, i).parent for i in new.checksums}
-        self._file.write(entry.line())
-        self._file.flush()  # from here on a kill does not lose it
+        with writing(self.folder / JOURNAL):
+            self._file.write(entry.line())
+            self._file.flush()  # from here on a kill does not lose it
         self.done[entry.batch] = entry
         self.finished.add(entry.batch)
         if time.monotonic() - self._synced > SYNC_EVERY_SECONDS:
@@ -186,7 +196,8 @@ class Journal:
         """Make the lines, and the names of their files, last through a power cut."""
         for rows in self._folders:
             fsync_folder(rows)
-        os.fsync(self._file.fileno())
+        with writing(self.folder / JOURNAL):
+            os.fsync(self._file.fileno())
         self._folders, self._synced = set(), time.monotonic()
 
     def __enter__(self) -> "Journal":
@@ -194,4 +205,5 @@ class Journal:
 
     def __exit__(self, *_: object) -> None:
         self.sync()
-        self._file.close()
+        with writing(self.folder / JOURNAL):
+            self._file.close()

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from common.artifacts import atomic_file
+from common.artifacts import atomic_file, decode_json, writing
 from common.draft.config import flops_of_step
 from common.progress import Progress, log
 from common.training.packing import StepWork
@@ -123,8 +123,9 @@ class Metrics:
     """
 
     def __init__(self, out: Path, step: int, measured: int, tensorboard: bool):
-        keep_metrics(out / "metrics.jsonl", step, measured)
-        self._file = open(out / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115
+        self._path = out / "metrics.jsonl"
+        keep_metrics(self._path, step, measured)
+        self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115
         self._board: Any = None
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -132,8 +133,9 @@ class Metrics:
             self._board = SummaryWriter(out / "tensorboard", purge_step=step + 1)
 
     def note(self, line: dict[str, Any]) -> None:
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        with writing(self._path):
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
         if self._board is None:
             return
         for name, value in line.items():
@@ -151,18 +153,20 @@ class Metrics:
 
 
 def keep_metrics(path: Path, step: int, measured: int) -> None:
-    """Drop the lines of later steps, and of measures after `measured`."""
+    """Drop the lines of later steps, of measures after `measured`, and those that are damaged."""
     if not path.exists():
         return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    kept, damaged = [], 0
+    for line in path.read_bytes().splitlines():
         try:
-            found = json.loads(line)
+            found = decode_json(line)
             if found["step"] <= (step if "loss" in found else min(step, measured)):
-                kept.append(line + "\n")
-        except (ValueError, TypeError, KeyError):  # the line that a kill cut
-            break
-    with atomic_file(path, "w") as f:
+                kept.append(line + b"\n")
+        except (ValueError, TypeError, KeyError):
+            damaged += 1  # the line that a kill cut, or a fault of the disk
+    if damaged:
+        log(f"train: note: {path}: unreadable lines are dropped: {damaged}")
+    with atomic_file(path) as f:
         f.writelines(kept)
 
 

@@ -153,8 +153,9 @@ def check_files(path: Path, steps: int) -> None:
         raise UserError("state.json lacks its counters")
     if found["step"] != step_of(path) or not 1 <= found["step"] <= steps:
         raise UserError(f"state.json is of step {found['step']}, of {steps}")
-    if not isinstance(found.get("seconds"), int | float) or not isinstance(sums, dict):
-        raise UserError("state.json lacks its seconds or checksums")
+    numbers = [found.get("seconds")] + ([best.get("acceptance_length")] if best else [])
+    if not all(isinstance(x, int | float) for x in numbers) or not isinstance(sums, dict):
+        raise UserError("state.json lacks its seconds, checksums or acceptance length")
     names = [WEIGHTS, *(OPTIMIZER.format(rank) for rank in range(len(sums) - 1))]
     if sorted(sums) != sorted(names):
         raise UserError("state.json names other files")
