@@ -189,14 +189,12 @@ def test_a_line_that_finds_no_space_names_its_file(small_disk, name):
 
     def write():
         if name == FILE:
-            responses = Responses(Output(small_disk, Stage("regenerate", {}, {}), False), False)
-            fill(small_disk)
-            try:
-                for text in lines():
-                    answer = Answer(text, [1], [2], text, "", "stop")
-                    responses.add(Conversation(text, 0, []), answer)
-            finally:
-                responses.close()
+            output = Output(small_disk, Stage("regenerate", {}, {}), False)
+            with contextlib.closing(Responses(output, False)) as responses:
+                for n, text in enumerate(lines()):
+                    responses.add(Conversation(text, 0, []), Answer(text, [1], [2], "", "", "stop"))
+                    if n == 0:
+                        fill(small_disk)
         elif name == "journal.jsonl":
             with Journal(small_disk, {}) as journal:
                 fill(small_disk)
@@ -205,8 +203,12 @@ def test_a_line_that_finds_no_space_names_its_file(small_disk, name):
         else:
             metrics = Metrics(small_disk, 0, 0, False)
             fill(small_disk)
-            for text in lines():
-                metrics.note({"step": 1, "text": text})
+            try:
+                for text in lines():
+                    metrics.note({"step": 1, "text": text})
+            finally:
+                with contextlib.suppress(OSError):
+                    metrics.close()
 
     with pytest.raises(OSError, match="No space left") as e:
         write()
