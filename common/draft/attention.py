@@ -16,6 +16,7 @@ heads, r = h/g, d head size, c = d/2; of one sample: n query positions, s tokens
 """
 
 import functools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ class TTTAttention:
     """Attention of one row's query positions, at one depth after another.
 
     On a GPU by flex attention, whose block mask is made once per row; on a CPU, where flex
-    attention has no gradient, sample by sample.
+    attention has no gradient, sample by sample, long ones in blocks.
 
     Args:
         k_Tgd, v_Tgd: rotated depth-0 keys and the values of all tokens.
@@ -144,6 +145,15 @@ def merge_region(
 
 # ---------------------------------------------------------------- on a CPU
 
+# Scores per head of a block: a sample of up to 1024 tokens is one, and keeps them for its backward
+# pass; a longer one's are computed a block at a time, and again in the backward pass.
+BLOCK_SCORES = 2**20
+
+
+def block_queries(tokens: int) -> int:
+    """Query positions of a block of a sample of so many tokens."""
+    return max(1, BLOCK_SCORES // tokens)
+
 
 def attend_by_sample(
     q_Nhd: torch.Tensor,
@@ -152,34 +162,88 @@ def attend_by_sample(
     own: list[tuple[torch.Tensor, torch.Tensor]],
     row: PackedRow,
 ) -> torch.Tensor:
-    """One depth's attention output [N, h, d] by plain products and a softmax, one sample at a time;
-    `own` holds the query positions' keys and values [N, g, d] of the depths from 1 on."""
-    times, scale = q_Nhd.shape[1] // k_Tgd.shape[1], q_Nhd.shape[-1] ** -0.5
-
-    def heads(x: torch.Tensor) -> torch.Tensor:
-        """[., g, d] → float32 [., h, d]. oneDNN compiles a kernel for every new shape of a
-        bfloat16 product, which costs more than these small products; float32 needs none."""
-        return x.float().repeat_interleave(times, 1) if times > 1 else x.float()
-
+    """One depth's attention output [N, h, d], one sample at a time; `own` holds the query
+    positions' keys and values [N, g, d] of the depths from 1 on."""
     # split, not slices: its gradient is one concatenation
-    k_samples, v_samples = heads(k_Tgd).split(row.lengths), heads(v_Tgd).split(row.lengths)
-    own_samples = [(heads(k).split(row.counts), heads(v).split(row.counts)) for k, v in own]
-    places_N = row.positions_T[row.query_N]
+    k_samples, v_samples = k_Tgd.split(row.lengths), v_Tgd.split(row.lengths)
+    own_samples = [x.split(row.counts) for pair in own for x in pair]
+    q_samples = q_Nhd.split(row.counts)
+    place_samples = row.positions_T[row.query_N].split(row.counts)
     parts = []
-    for n, (q_nhd, place_n) in enumerate(
-        zip(q_Nhd.float().split(row.counts), places_N.split(row.counts), strict=True)
-    ):
+    for n, (q_nhd, place_n) in enumerate(zip(q_samples, place_samples, strict=True)):
         if len(q_nhd) == 0:
             continue
-        length = row.lengths[n]
-        k_hsd, v_hsd = k_samples[n].transpose(0, 1), v_samples[n].transpose(0, 1)
-        score_hns = q_nhd.transpose(0, 1) @ k_hsd.transpose(1, 2)
-        later_ns = torch.arange(length, device=q_nhd.device) > place_n[:, None]
-        score_hns = score_hns.masked_fill(later_ns, float("-inf"))
-        own_scores = [(q_nhd * k[n]).sum(-1).T[..., None] for k, _ in own_samples]
-        p_hns = torch.softmax(torch.cat([score_hns, *own_scores], -1) * scale, -1)
-        out_hnd = p_hns[..., :length] @ v_hsd
-        for j, (_, v) in enumerate(own_samples):
-            out_hnd = out_hnd + p_hns[..., length + j, None] * v[n].transpose(0, 1)
-        parts.append(out_hnd.transpose(0, 1))
-    return torch.cat(parts).to(q_Nhd.dtype)
+        inputs = q_nhd, k_samples[n], v_samples[n], *(x[n] for x in own_samples)
+        size = block_queries(row.lengths[n])
+        if len(q_nhd) <= size:
+            parts.append(attend(place_n, *inputs))
+        else:
+            parts.append(AttendInBlocks.apply(size, place_n, *inputs))
+    return torch.cat(parts)
+
+
+def attend(
+    place_n: torch.Tensor,
+    q_nhd: torch.Tensor,
+    k_sgd: torch.Tensor,
+    v_sgd: torch.Tensor,
+    *own_ngd: torch.Tensor,
+) -> torch.Tensor:
+    """Attention output [n, h, d] of one sample's query positions, at these places in it, by plain
+    products and a softmax; own_ngd: their own keys and values of each depth in turn."""
+    times, scale = q_nhd.shape[1] // k_sgd.shape[1], q_nhd.shape[-1] ** -0.5
+
+    def heads(x: torch.Tensor) -> torch.Tensor:
+        """[., g, d] → float32 [h, ., d]. oneDNN compiles a kernel for every new shape of a
+        bfloat16 product, which costs more than these small products; float32 needs none."""
+        x = x.float().repeat_interleave(times, 1) if times > 1 else x.float()
+        return x.transpose(0, 1)
+
+    q_hnd, k_hsd, v_hsd = q_nhd.float().transpose(0, 1), heads(k_sgd), heads(v_sgd)
+    score_hns = q_hnd @ k_hsd.transpose(1, 2)
+    later_ns = torch.arange(len(k_sgd), device=q_nhd.device) > place_n[:, None]
+    score_hns = score_hns.masked_fill(later_ns, float("-inf"))
+    own_scores = [(q_hnd * heads(k)).sum(-1)[..., None] for k in own_ngd[::2]]
+    p_hns = torch.softmax(torch.cat([score_hns, *own_scores], -1) * scale, -1)
+    out_hnd = p_hns[..., : len(k_sgd)] @ v_hsd
+    for j, v in enumerate(own_ngd[1::2]):
+        out_hnd = out_hnd + p_hns[..., len(k_sgd) + j, None] * heads(v)
+    return out_hnd.transpose(0, 1).to(q_nhd.dtype)
+
+
+class AttendInBlocks(torch.autograd.Function):
+    """`attend` by blocks of query positions, each over the tokens up to its last one; the backward
+    pass computes a block's scores again, so that those of no two blocks are there at once."""
+
+    @staticmethod
+    def forward(ctx: Any, size: int, place_n: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+        ctx.size = size
+        ctx.save_for_backward(place_n, *inputs)
+        blocks = blocks_of(size, place_n, inputs)
+        return torch.cat([attend(place_n[at], *block) for at, block in blocks])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        place_n, *inputs = ctx.saved_tensors
+        sums = [torch.zeros_like(x, dtype=torch.float32) for x in inputs]
+        blocks, totals = (blocks_of(ctx.size, place_n, x) for x in (inputs, sums))
+        for (at, block), (_, total) in zip(blocks, totals, strict=True):
+            float_block = [x.detach().float().requires_grad_() for x in block]
+            with torch.enable_grad():
+                out_nhd = attend(place_n[at], *float_block)
+            found = torch.autograd.grad(out_nhd, float_block, grads[0][at].float())
+            for one, gradient in zip(total, found, strict=True):
+                one += gradient
+        return None, None, *(x.to(y.dtype) for x, y in zip(sums, inputs, strict=True))
+
+
+def blocks_of(
+    size: int, place_n: torch.Tensor, tensors: Sequence[torch.Tensor]
+) -> Iterator[tuple[slice, list[torch.Tensor]]]:
+    """For each `size` query positions: where they are in n, and what `attend` takes of `tensors`
+    (queries, keys, values, own ones) for them."""
+    q_nhd, k_sgd, v_sgd, *own_ngd = tensors
+    for start in range(0, len(place_n), size):
+        at = slice(start, start + size)
+        seen = slice(int(place_n[at][-1]) + 1)
+        yield at, [q_nhd[at], k_sgd[seen], v_sgd[seen], *(x[at] for x in own_ngd)]
