@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from common.serving.checkpoint import ServedDraft
     from common.serving.generation import Run
     from common.serving.parity import StoredStates
-    from common.states.folder import HiddenFolder
     from common.verifier.config import Verifier
 
 STAGE = "evaluate"
@@ -132,10 +131,7 @@ def check(settings: EvaluateSettings) -> EvaluateJob | None:
     from common.data.rendering import rendering_of
     from common.data.sources import parse_sources, read_rows, sources_digest
     from common.serving.checkpoint import check_draft, check_positions
-    from common.serving.parity import MAX_TOKENS, stored_states
     from common.verifier.config import load_verifier
-    from common.verifier.fingerprint import tokenizer_fingerprint
-    from common.verifier.weights import check_weights, identities
 
     out, folder = Path(settings.output_dir), Path(settings.draft)
     verifier = load_verifier(settings.model_path)
@@ -144,19 +140,8 @@ def check(settings: EvaluateSettings) -> EvaluateJob | None:
     local = [f for s in sources for f in s.files]
     states = [settings.hidden_states] if settings.hidden_states else []
     artifacts.check_apart(out, settings.model_path, folder, *local, *states)
-    inputs = {
-        "prompts": sources_digest(sources),
-        "draft": draft.checkpoint.digest(),
-        "draft_config": artifacts.sha256_file(folder / "config.json"),
-        "tokenizer": tokenizer_fingerprint(settings.model_path),
-    }
-    inputs |= identities(verifier, check_weights(verifier), out, settings.dry_run)
-    hidden = check_identity(settings, verifier, inputs)
-    stored = None
-    if hidden:
-        inputs["extract"] = hidden.content_sha256
-        budget = settings.engine_args.get("max_num_batched_tokens") or MAX_TOKENS
-        stored = stored_states(hidden, draft, settings.max_seq_len, budget)
+    inputs, stored = check_inputs(settings, verifier, draft)
+    inputs["prompts"] = sources_digest(sources)
     rows = list(read_rows(sources, settings.max_samples))
     rendering = rendering_of(settings, verifier, rows)
     verifier = dataclasses.replace(verifier, end_ids=rendering.end_ids)
@@ -185,20 +170,33 @@ def check(settings: EvaluateSettings) -> EvaluateJob | None:
     return EvaluateJob(stage, state, verifier, draft, prompts, skipped, date, stored)
 
 
-def check_identity(
-    settings: EvaluateSettings, verifier: "Verifier", found: dict[str, str]
-) -> "HiddenFolder | None":
-    """Check that the draft, and the states if there are any, were made with this verifier, whose
-    hashes are `found`; returns the states."""
+def check_inputs(
+    settings: EvaluateSettings, verifier: "Verifier", draft: "ServedDraft"
+) -> "tuple[dict[str, str], StoredStates | None]":
+    """Check that the draft, and the states if there are any, were made with this verifier; returns
+    the hashes of all, and the states for parity."""
+    from common.serving.parity import MAX_TOKENS, stored_states
     from common.states.folder import open_hidden
     from common.states.identity import check_made_with, draft_made_with, states_made_with
+    from common.verifier.fingerprint import tokenizer_fingerprint
+    from common.verifier.weights import check_weights, identities
 
-    draft = draft_made_with(Path(settings.draft))
+    folder, out = draft.checkpoint.folder, Path(settings.output_dir)
+    inputs = {
+        "draft": draft.checkpoint.digest(),
+        "draft_config": artifacts.sha256_file(folder / "config.json"),
+        "tokenizer": tokenizer_fingerprint(settings.model_path),
+    }
+    inputs |= identities(verifier, check_weights(verifier), out, settings.dry_run)
     hidden = open_hidden(Path(settings.hidden_states)) if settings.hidden_states else None
-    for made in (draft, states_made_with(hidden) if hidden else None):
+    for made in (draft_made_with(folder), states_made_with(hidden) if hidden else None):
         if made:
-            check_made_with(made, verifier, found, settings.quantized_copy)
-    return hidden
+            check_made_with(made, verifier, inputs, settings.quantized_copy)
+    if not hidden:
+        return inputs, None
+    budget = settings.engine_args.get("max_num_batched_tokens") or MAX_TOKENS
+    stored = stored_states(hidden, draft, settings.max_seq_len, budget)
+    return inputs | {"extract": hidden.content_sha256}, stored
 
 
 def note_draft(settings: EvaluateSettings, draft: "ServedDraft") -> None:
