@@ -44,22 +44,20 @@ def served(tiny_llama, tmp_path_factory):
     return {"folder": folder, "model": load_verifier(str(tiny_llama))}
 
 
-def export(served, folder, **norms):
-    """A random draft, its norms' weights too, in 04's export."""
-    model = served["model"]
-    draft = Eagle3Draft(
-        DraftShape(256, 512, 4, 2, 64, 1e5, 1e-5, 3, 400, model.vocab_size, **norms)
-    )
+def export(served, folder, tokens=slice(100, 500), **norms):
+    """A random draft of these tokens, its norms' weights too, in 04's export."""
+    model, D = served["model"], tokens.stop - tokens.start
+    draft = Eagle3Draft(DraftShape(256, 512, 4, 2, 64, 1e5, 1e-5, 3, D, model.vocab_size, **norms))
     torch.manual_seed(0)
     head = read_tensors(model, ("lm_head",))["lm_head"].float()
-    initialize(draft, head[100:500])
+    initialize(draft, head[tokens])
     for p in draft.parameters():
         if p.dim() == 1:
             p.data.uniform_(0.5, 1.5)
     t2d = torch.zeros(model.vocab_size, dtype=torch.bool)
-    t2d[100:500] = True
+    t2d[tokens] = True
     folder.mkdir()
-    d2t = torch.full((400,), 100)
+    d2t = torch.full((D,), tokens.start)
     weights = {name: p.detach() for name, p in draft.named_parameters()}
     aux, depths, dtype = [2, 4, 5], 3, torch.float32
     export_draft(folder, draft.shape, weights, model, aux, depths, d2t, t2d, dtype)
@@ -181,9 +179,8 @@ def test_a_draft_from_elsewhere_is_served_and_compared(served, tmp_path):
     """Ids under eagle_config, the whole vocabulary, its head the verifier's, its embedding its own,
     no t2d; parity computes with that embedding."""
     own = torch.randn(512, 256, generator=torch.Generator().manual_seed(3)) * 0.06
-    tensors = {"lm_head.weight": None, "d2t": None, "t2d": None, "embed_tokens.weight": own}
-    whole = {"draft_vocab_size": 512}
-    folder = plain(export(served, tmp_path / "d"), tensors, whole, nested=True)
+    tensors = {"lm_head.weight": None, "embed_tokens.weight": own}
+    folder = plain(export(served, tmp_path / "d", slice(0, 512)), tensors, nested=True)
     draft = check_draft(folder, served["model"])
     assert draft.aux_ids == [3, 5, 6]
     assert "under eagle_config alone" in str(draft.remark)
@@ -265,6 +262,18 @@ def test_files_that_a_draft_comes_in(served, tmp_path):
     }
     (folder / "model-2.safetensors").unlink()
     with pytest.raises(UserError, match=r"model-2.safetensors.*not there"):
+        check_draft(folder, served["model"])
+
+
+@pytest.mark.quick
+def test_a_whole_vocabulary_has_no_map(served, tmp_path):
+    """vLLM loads none then, and would say so after the verifier's load."""
+    folder = export(served, tmp_path / "d", slice(0, 512))
+    check_draft(folder, served["model"])
+    weights = load_file(folder / "model.safetensors")
+    assert not {"d2t", "t2d"} & weights.keys()
+    save_file(weights | {"d2t": torch.zeros(512, dtype=torch.int64)}, folder / "model.safetensors")
+    with pytest.raises(UserError, match="has a d2t although its vocabulary is the verifier's"):
         check_draft(folder, served["model"])
 
 

@@ -111,7 +111,8 @@ def export_draft(
     """
     model = speculators_draft(shape, verifier, aux_layers, depths, dtype)
     tensors = {k: v.detach().to("cpu", dtype) for k, v in weights.items()}
-    tensors |= {"d2t": d2t, "t2d": t2d}
+    if shape.draft_vocab_size < shape.vocab_size:  # vLLM loads no map of a whole vocabulary
+        tensors |= {"d2t": d2t, "t2d": t2d}
     model.load_state_dict(tensors, strict=False, assign=True)
     partial = folder / ".export.partial"
     shutil.rmtree(partial, ignore_errors=True)

@@ -86,7 +86,8 @@ def choose_aux_ids(
 
 
 def check_head(found: DraftCheckpoint) -> None:
-    """UserError where a server would fill a head or map that is not there with zeros, silently."""
+    """UserError where a server would fill a head or map that is not there with zeros, silently, or
+    does not load the map that is there."""
     shapes = {name: place.shape for name, place in found.places.items()}
     rows, H, whole = found.tokens, found.config["hidden_size"], found.config["vocab_size"]
     shared = rows == whole and "lm_head.weight" not in shapes  # the verifier's
@@ -94,6 +95,11 @@ def check_head(found: DraftCheckpoint) -> None:
         raise UserError(f"{found.folder}: has no lm_head.weight of {rows} tokens; is it complete?")
     if rows < whole and shapes.get("d2t") != [rows]:
         raise UserError(f"{found.folder}: has no d2t of {rows} tokens; is it complete?")
+    if rows == whole and "d2t" in shapes:
+        raise UserError(
+            f"{found.folder}: has a d2t although its vocabulary is the verifier's; vLLM loads none"
+            " then: delete d2t and t2d from its weights, if d2t is all zeros"
+        )
     if shapes.get("embed_tokens.weight", [whole, H]) != [whole, H]:
         raise UserError(
             f"{found.folder}: its embed_tokens.weight is {shapes['embed_tokens.weight']},"
