@@ -80,7 +80,8 @@ def compared(served, folder, trained=None) -> parity.Parity:
     (of `trained`, by default the same folder)."""
     model = served["model"]
     draft = check_draft(folder, model)
-    stored = states_of(served, draft)
+    by = check_draft(trained, model) if trained else draft
+    stored = states_of(served, by)
     with served_folder(draft, folder.parent) as there:
         args = engine.default_engine_args(model, 1) | {
             "dtype": "float32",
@@ -96,7 +97,6 @@ def compared(served, folder, trained=None) -> parity.Parity:
         llm = engine.start_engine(args, {})
     llm.collective_rpc("ignore_signals")
     try:
-        by = check_draft(trained, model) if trained else draft
         return parity.check_parity(llm, stored, by, model)
     finally:
         engine.stop_engine(llm)
@@ -124,10 +124,11 @@ def test_a_served_draft_computes_what_training_does_from_the_stored_states(serve
 def test_ids_off_by_one_are_noticed(served, tmp_path, shift):
     """(Acceptance would hardly move.)"""
     draft = export(served, tmp_path / "d")
+    other = shutil.copytree(draft, tmp_path / "other")
     ids = json.loads((draft / "config.json").read_text())["eagle_aux_hidden_state_layer_ids"]
-    changed(draft, eagle_aux_hidden_state_layer_ids=[i + shift for i in ids])
+    changed(other, eagle_aux_hidden_state_layer_ids=[i + shift for i in ids])
     with pytest.raises(UserError, match="feeds the draft other states than it was trained on"):
-        compared(served, draft)
+        compared(served, other, trained=draft)
 
 
 def test_another_architecture_in_the_server_is_noticed(served, tmp_path):
