@@ -196,6 +196,26 @@ def tokenizer(smollm2):
     return load_tokenizer(str(smollm2), False)
 
 
+@pytest.fixture
+def verifier_folder(smollm2, tmp_path) -> Callable[[object, object, str], Path]:
+    """Makes a copy of SmolLM2 with another end token of its tokenizer, other ids that config.json
+    lists, and another chat template."""
+
+    def make(eos: object, listed: object, template: str) -> Path:
+        folder = tmp_path / f"verifier-{len(list(tmp_path.iterdir()))}"
+        folder.mkdir()
+        for name in ("tokenizer.json", "model.safetensors"):
+            (folder / name).symlink_to(smollm2 / name)
+        tokenizer = json.loads((smollm2 / "tokenizer_config.json").read_text())
+        tokenizer |= {"eos_token": eos, "chat_template": template}
+        (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+        config = json.loads((smollm2 / "config.json").read_text()) | {"eos_token_id": listed}
+        (folder / "config.json").write_text(json.dumps(config))
+        return folder
+
+    return make
+
+
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory) -> Path:
     """A random 8-layer Llama (tests/tiny_models.py)."""

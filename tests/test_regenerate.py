@@ -26,6 +26,7 @@ from tests.conftest import (
     script,
     write_jsonl,
 )
+from tests.templates import CHATML
 
 TOOL = "tools/regenerate_responses.py"
 
@@ -205,6 +206,50 @@ def test_texts_are_trained_on_where_they_are_the_verifiers_own(
             own = tokenizer.decode(sample.input_ids[sample.loss_mask])
             assert own == f"mine {asked}<|im_end|>"
     assert not any("weight" in m for asked in requests for m in asked["messages"])
+
+
+def test_a_server_is_told_where_answers_end_and_what_was_thought(
+    smollm2, plain_server, tmp_path, verifier_folder
+):
+    """The id that the template alone writes, at which no server stops by itself; reasoning under
+    the names that servers and templates read."""
+    url, requests = plain_server
+    model = verifier_folder("<|endoftext|>", 0, CHATML.source)
+    user = {"role": "user", "content": "Next?"}
+    turns = [user, {"role": "assistant", "content": "One.", "thinking": "So."}, user]
+    data = write_jsonl(tmp_path / "p.jsonl", [{"id": "a", "messages": turns}])
+    result = must(script(TOOL, "--model-path", model, "--endpoint", url, "--prompts", data,
+                         "--output-dir", tmp_path / "o"))  # fmt: skip
+    assert "the chat template ends answers with <|im_end|> (id 2)" in result.stdout
+    (asked,) = requests
+    assert asked["stop_token_ids"] == [2]
+    said = asked["messages"][1]
+    assert said["reasoning"] == said["reasoning_content"] == said["thinking"] == "So."
+
+
+def test_a_resume_ends_answers_and_says_the_day_as_before(tokenizer, tmp_path, verifier_folder):
+    """The tokenizer's end token, which config.json lacks, ends answers in vLLM; a run that began on
+    another day has all prompts say that day."""
+    dated = "Today is {{ strftime_now('%d %b %Y') }}. " + CHATML.source
+    model = verifier_folder("<|im_end|>", 0, dated)
+    rows = [{"id": x, "messages": [{"role": "user", "content": f"Say {x}."}]} for x in ("a", "b")]
+    out = tmp_path / "o"
+    args = ["--model-path", model, "--prompts", write_jsonl(tmp_path / "p.jsonl", rows),
+            "--output-dir", out, "--max-new-tokens", 100, "--max-seq-len", 256, "--dtype",
+            "float32", "--engine-args", '{"enforce_eager": true}']  # fmt: skip
+    result = must(script(TOOL, *args, "--date", "2024-02-29"))
+    assert "the tokenizer's end token <|im_end|> (id 2) is not among" in result.stdout
+    answers, manifest = out / "responses.jsonl", out / "data_config.json"
+    first, second = answers.read_text().splitlines(keepends=True)
+    answers.write_text(first)  # as a kill leaves them
+    manifest.write_text(manifest.read_text().replace('"complete"', '"in_progress"'))
+    must(script(TOOL, *args))
+    assert answers.read_text().splitlines(keepends=True) == [first, second]
+    for row in rows_of(answers):
+        text = tokenizer.decode(row["input_ids"])
+        assert text.startswith("Today is 29 Feb 2024. ")
+        assert row["finish_reason"] == "stop"
+        assert row["input_ids"][-1] == 2
 
 
 def test_tokenized_prompts_need_a_server_that_tells_ids(smollm2, plain_server, tmp_path):

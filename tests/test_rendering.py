@@ -27,18 +27,6 @@ TODAY = datetime.date.today().isoformat()
 TALK = {"messages": turns(("Hi", "Hello!"))}
 
 
-def verifier_folder(smollm2: Path, folder: Path, eos: str, listed: object, template: str) -> Path:
-    """SmolLM2's tokenizer with another end token and template, and a config that lists `listed`."""
-    folder.mkdir()
-    (folder / "tokenizer.json").symlink_to(smollm2 / "tokenizer.json")
-    tokenizer = json.loads((smollm2 / "tokenizer_config.json").read_text())
-    tokenizer |= {"eos_token": eos, "chat_template": template}
-    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
-    config = json.loads((smollm2 / "config.json").read_text()) | {"eos_token_id": listed}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
 def settings_of(model: Path, out: Path, **more) -> PrepareSettings:
     values: dict[str, Any] = {f.name: None for f in dataclasses.fields(PrepareSettings)}
     values |= {"model_path": str(model), "output_dir": str(out), "template_args": {}}
@@ -84,10 +72,12 @@ def encoded(model: Path, found: Rendering, row: dict) -> tuple[list[int], list[i
         ("<|endoftext|>", "the chat template ends answers with <|im_end|> (id 2)", False),
     ],
 )
-def test_an_end_token_that_config_lacks_ends_answers(smollm2, tmp_path, capsys, eos, said, served):
+def test_an_end_token_that_config_lacks_ends_answers(
+    verifier_folder, tmp_path, capsys, eos, said, served
+):
     """The tokenizer's, at which a server stops too, or the template's alone; the line break that
     the template writes behind it carries no loss."""
-    model = verifier_folder(smollm2, tmp_path / "m", eos, [0], CHATML.source)
+    model = verifier_folder(eos, [0], CHATML.source)
     found = rendering(model, tmp_path / "o")
     assert said in capsys.readouterr().out
     assert (found.end_ids, found.not_served) == ((0, 2), () if served else (2,))
@@ -104,9 +94,9 @@ def test_end_tokens_that_config_lists_are_not_spoken_of(smollm2, tmp_path, capsy
     assert capsys.readouterr().out == ""
 
 
-def test_tokenized_rows_need_no_template_to_end(smollm2, tmp_path, capsys):
+def test_tokenized_rows_need_no_template_to_end(verifier_folder, tmp_path, capsys):
     """Nor do they carry loss behind an end-of-turn token, until the next answer."""
-    model = verifier_folder(smollm2, tmp_path / "m", "<|im_end|>", 0, "{{ unknown() }}")
+    model = verifier_folder("<|im_end|>", 0, "{{ unknown() }}")
     ids = [5, 6, 2, 7, 8, 9, 10, 2, 7]
     row = {"input_ids": ids, "loss_mask": [0, 1, 1, 1, 0, 0, 1, 1, 0]}
     found = rendering(model, tmp_path / "o", row)
@@ -125,8 +115,8 @@ def write_day(folder: Path, **settings) -> Path:
     return folder
 
 
-def test_the_day_is_the_flags_the_folders_the_answers_or_today(smollm2, tmp_path, capsys):
-    model = verifier_folder(smollm2, tmp_path / "m", "<|im_end|>", 2, DATED)
+def test_the_day_is_the_flags_the_folders_the_answers_or_today(verifier_folder, tmp_path, capsys):
+    model = verifier_folder("<|im_end|>", 2, DATED)
     begun = write_day(tmp_path / "begun", date="2024-02-29")
     answers = [write_day(tmp_path / "answers", date="2025-05-05") / "responses.jsonl"]
     new = tmp_path / "new"
@@ -144,11 +134,11 @@ def test_the_day_is_the_flags_the_folders_the_answers_or_today(smollm2, tmp_path
     assert given.template().tokenizer.decode(ids).startswith("Today is 02 Jan 2030. ")
 
 
-def test_a_day_that_no_prompt_says_is_not_recorded(smollm2, tmp_path, capsys):
+def test_a_day_that_no_prompt_says_is_not_recorded(smollm2, verifier_folder, tmp_path, capsys):
     """Of a template without one; of one that is told another; of rows that are not rendered."""
-    model = verifier_folder(smollm2, tmp_path / "m", "<|im_end|>", 2, DATED)
+    model = verifier_folder("<|im_end|>", 2, DATED)
     told = "{% if not day %}{% set day = strftime_now('%Y') %}{% endif %}{{ day }}" + CHATML.source
-    other = verifier_folder(smollm2, tmp_path / "other", "<|im_end|>", 2, told)
+    other = verifier_folder("<|im_end|>", 2, told)
     out = tmp_path / "o"
     assert rendering(smollm2, out).settings == {}
     assert rendering(other, out).settings == {"date": TODAY}
@@ -159,8 +149,8 @@ def test_a_day_that_no_prompt_says_is_not_recorded(smollm2, tmp_path, capsys):
     assert "--date has no effect" in capsys.readouterr().out
 
 
-def test_a_server_renders_its_own_day(smollm2, tmp_path, capsys):
-    model = verifier_folder(smollm2, tmp_path / "m", "<|im_end|>", 2, DATED)
+def test_a_server_renders_its_own_day(verifier_folder, tmp_path, capsys):
+    model = verifier_folder("<|im_end|>", 2, DATED)
     begun = rendering(model, write_day(tmp_path / "begun", date="2024-02-29"))
     check_servers_day(rendering(model, tmp_path / "new"), None)
     assert capsys.readouterr().out == ""
@@ -170,8 +160,8 @@ def test_a_server_renders_its_own_day(smollm2, tmp_path, capsys):
         check_servers_day(begun, "2024-02-29")
 
 
-def test_01_continues_on_the_first_day_and_tells_another_apart(smollm2, tmp_path):
-    model = verifier_folder(smollm2, tmp_path / "m", "<|im_end|>", 2, DATED)
+def test_01_continues_on_the_first_day_and_tells_another_apart(verifier_folder, tmp_path):
+    model = verifier_folder("<|im_end|>", 2, DATED)
     data, out = write_jsonl(tmp_path / "d.jsonl", [TALK]), tmp_path / "out"
     args = ["--model-path", model, "--dataset", data, "--output-dir", out]
     must(script("01_prepare_data.py", *args, "--date", "2024-02-29"))
