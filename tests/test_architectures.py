@@ -5,15 +5,17 @@ transformers in float32 on the CPU with the same weights. A mixture of experts s
 tokens elsewhere in bfloat16, so states are judged by the median over tokens.
 """
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 
 from common.states.files import hidden_file, read_hidden
 from common.verifier.config import load_verifier
-from common.verifier.tensors import read_tensors
+from common.verifier.head import HEAD_FILE
 from tests.conftest import must, script, write_jsonl
 from tests.tiny_families import transformers_states
 from tests.tiny_models import ARCHITECTURES, make_rows
@@ -74,13 +76,24 @@ def median_error(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
 
 def logprob_difference(run, position: int) -> float:
     """Mean |difference| of log_softmax(lm_head(norm(h))) of a stored layer from transformers."""
-    head = read_tensors(run["model"], ("norm", "lm_head"))
-    norm_H, head_VH = head["norm"].float(), head["lm_head"].float()
+    weights = load_file(Path(run["model"].path) / "model.safetensors")
+    inner = "language_model." if run["name"] == "kimi_k25" else ""
+    norm_H = weights[f"{inner}model.norm.weight"].float()
+    head_VH = weights[f"{inner}lm_head.weight"].float()
     differences = []
     for hidden_TLH, want_TV in zip(run["states"], run["logprobs"], strict=True):
         x_TH = F.rms_norm(hidden_TLH[:, position], norm_H.shape, norm_H, run["model"].rms_norm_eps)
         differences.append((F.log_softmax(x_TH @ head_VH.T, -1) - want_TV).abs().flatten())
     return float(torch.cat(differences).mean())
+
+
+def test_the_head_is_the_checkpoints_on_any_number_of_ranks(run):
+    weights = load_file(Path(run["model"].path) / "model.safetensors")
+    inner = "language_model." if run["name"] == "kimi_k25" else ""
+    head = load_file(run["folder"] / f"hidden-{run['tp']}---max-batch-tokens-512" / HEAD_FILE)
+    for ours, theirs in (("embed_tokens", "model.embed_tokens"), ("lm_head", "lm_head")):
+        assert torch.equal(head[ours], weights[f"{inner}{theirs}.weight"])
+    assert torch.equal(head["norm"], weights[f"{inner}model.norm.weight"].float())
 
 
 def test_the_self_check_of_03_passes(run):

@@ -4,6 +4,7 @@ import gc
 import json
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +22,6 @@ from common.serving.checkpoint import check_draft, check_positions, served_folde
 from common.states.folder import open_hidden
 from common.verifier import engine
 from common.verifier.config import load_verifier
-from common.verifier.tensors import read_tensors
 from tests.conftest import fails, last_line, must, script, train_args, write_jsonl
 
 
@@ -49,7 +49,7 @@ def export(served, folder, tokens=slice(100, 500), **norms):
     model, D = served["model"], tokens.stop - tokens.start
     draft = Eagle3Draft(DraftShape(256, 512, 4, 2, 64, 1e5, 1e-5, 3, D, model.vocab_size, **norms))
     torch.manual_seed(0)
-    head = read_tensors(model, ("lm_head",))["lm_head"].float()
+    head = load_file(Path(model.path) / "model.safetensors")["lm_head.weight"].float()
     initialize(draft, head[tokens])
     for p in draft.parameters():
         if p.dim() == 1:
@@ -97,7 +97,7 @@ def compared(served, folder, trained=None) -> parity.Parity:
         llm = engine.start_engine(args, {})
     llm.collective_rpc("ignore_signals")
     try:
-        return parity.check_parity(llm, stored, by, model)
+        return parity.check_parity(llm, stored, by)
     finally:
         engine.stop_engine(llm)
         del llm

@@ -255,7 +255,7 @@ def measure_draft(settings: EvaluateSettings, job: EvaluateJob) -> "DraftMeasure
         }
         engine = generating(settings, verifier, STAGE, speculative_config=speculative)
         llm = stack.enter_context(engine)
-        parity = check_parity(llm, stored, job.draft, verifier, copy) if stored else None
+        parity = check_parity(llm, stored, job.draft, copy) if stored else None
         warm_up_decoding(llm, prompts[:concurrency])
         before = draft_counters(llm)
         limits = verifier.end_ids, settings.max_new_tokens, concurrency

@@ -20,10 +20,8 @@ from common.errors import UserError
 from common.serving.checkpoint import ServedDraft
 from common.states.files import read_hidden
 from common.states.folder import HiddenFolder
-from common.verifier.config import Verifier
 from common.verifier.head import HEAD_FILE, read_head_manifest
 from common.verifier.logits import read_head
-from common.verifier.tensors import read_tensors
 
 if TYPE_CHECKING:
     from common.draft.model import Eagle3Draft
@@ -51,12 +49,10 @@ class StoredStates:
     samples: list[StoredSample]
     head_folder: Path
 
-    def embedding(self, verifier: Verifier) -> torch.Tensor:
-        """The verifier's, [V, H], as it computes with it, or from its files."""
+    def embedding(self) -> torch.Tensor | None:
+        """The verifier's, [V, H], as it computes with it; None where 03 has not noted it."""
         head = read_head_manifest(self.head_folder)
-        if head:
-            return read_head(self.head_folder / HEAD_FILE, head.facts).embed_VH
-        return read_tensors(verifier, ("embed_tokens",))["embed_tokens"]
+        return read_head(self.head_folder / HEAD_FILE, head.facts).embed_VH if head else None
 
 
 @dataclass(frozen=True)
@@ -189,11 +185,7 @@ def draft_state_errors(
 
 
 def check_parity(
-    llm: Any,
-    stored: StoredStates,
-    draft: ServedDraft,
-    verifier: Verifier,
-    quantized_copy: bool = False,
+    llm: Any, stored: StoredStates, draft: ServedDraft, quantized_copy: bool = False
 ) -> Parity:
     """Compare the draft inside vLLM with the code that trained it, the worst of the samples;
     UserError where they differ.
@@ -215,7 +207,10 @@ def check_parity(
     if why:
         return Parity(aux_error, made_states_not_compared=why)
     trained, own_VH = load_draft(found)
-    embed_VH = stored.embedding(verifier) if own_VH is None else own_VH
+    embed_VH = stored.embedding() if own_VH is None else own_VH
+    if embed_VH is None:
+        why = f"{stored.head_folder} has no {HEAD_FILE}, 03's command adds it"
+        return Parity(aux_error, made_states_not_compared=why)
     by_sample = [
         draft_state_errors(one, trained, embed_VH, sample.ids[0])
         for one, sample in zip(served, stored.samples, strict=True)

@@ -1,14 +1,7 @@
-"""The three tensors of a verifier that the draft needs: embedding, head, final norm."""
+"""Where a verifier's weight files have its embedding, head and final norm: for what is checked of
+them before the load."""
 
-from typing import TYPE_CHECKING
-
-from common.errors import UserError
-from common.tensor_files import read_header
 from common.verifier.config import Verifier
-from common.verifier.files import model_file, weight_map
-
-if TYPE_CHECKING:
-    import torch
 
 # What families call their modules; where a file has several of one kind, the first named here.
 TENSORS = {
@@ -22,43 +15,6 @@ TENSORS = {
         "embedding_norm",
     ),
 }  # fmt: skip
-
-
-def read_tensors(verifier: Verifier, names: tuple[str, ...]) -> "dict[str, torch.Tensor]":
-    """Read some of embed_tokens [V, H], lm_head [V, H], norm [H], in the file's dtype.
-
-    A head tied to the embedding is the embedding. Only the shards that hold them are opened.
-    """
-    from safetensors import safe_open
-
-    where = weight_map(verifier.path)
-    modules = find_modules(verifier, where)
-    out = {}
-    for name in names:
-        key = f"{modules.get(name)}.weight"
-        if key not in where:
-            raise UserError(
-                f"{verifier.path}: no tensor named {' or '.join(TENSORS[name])} in its weights"
-            )
-        path = model_file(verifier.path, where[key])
-        if key not in read_header(path):
-            raise UserError(
-                f"{path}: has no {key}, which the index puts there; download both again"
-            )
-        with safe_open(path, framework="pt") as f:
-            out[name] = f.get_tensor(key)
-    for name, tensor in out.items():
-        shape = (
-            (verifier.hidden_size,)
-            if name == "norm"
-            else (verifier.vocab_size, verifier.hidden_size)
-        )
-        if tuple(tensor.shape) != shape or not tensor.is_floating_point():
-            raise UserError(
-                f"{verifier.path}: {name} is {tuple(tensor.shape)} {tensor.dtype}, expected {shape}"
-                " in floating point"
-            )
-    return out
 
 
 def find_modules(verifier: Verifier, where: dict[str, str]) -> dict[str, str]:
