@@ -3,6 +3,7 @@ by each. One NVIDIA GPU.
 
 Usage: python benchmarks/quantized.py FOLDER SMOLLM2
            [--variants NAME...] [--answers N] [--jobs N]
+Run again after a kill, it goes on: finished stages are skipped.
 
 SMOLLM2 (tools/make_smollm2.py) is quantised here, by rounding to the nearest: fp8 weights (a scale
 per output channel, activations per token) and int4 weights in groups of 32, both as
@@ -105,10 +106,15 @@ def to_int4(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
 def make_verifiers(folder: Path, smollm2: Path) -> dict[str, Path]:
     paths = {"smollm2": smollm2, "smollm2-fp8-kv": smollm2}
     paths |= {name: folder / name for name in VARIANTS if name not in paths}
-    make_kimi_k25(paths["kimi"])
-    quantized_copy(smollm2, paths["smollm2-fp8"], FP8, "")
-    quantized_copy(smollm2, paths["smollm2-int4"], INT4, "")
-    quantized_copy(paths["kimi"], paths["kimi-int4"], INT4, ".experts.")
+    if not paths["kimi"].exists():
+        make_kimi_k25(paths["kimi"])
+    for name, scheme, only in (
+        ("smollm2-fp8", FP8, ""),
+        ("smollm2-int4", INT4, ""),
+        ("kimi-int4", INT4, ".experts."),
+    ):
+        if not paths[name].exists():
+            quantized_copy(paths[BASE[name]], paths[name], scheme, only)
     return paths
 
 
@@ -121,8 +127,8 @@ class Run:
     def __init__(self, folder: Path, paths: dict[str, Path], answers: int):
         self.folder, self.paths, self.answers = folder, paths, answers
 
-    def engine(self, name: str, memory: float) -> list[Any]:
-        more = {"kv_cache_dtype": "fp8"} if name == "smollm2-fp8-kv" else {}
+    def engine(self, name: str, memory: float, **more: Any) -> list[Any]:
+        more |= {"kv_cache_dtype": "fp8"} if name == "smollm2-fp8-kv" else {}
         args = ["--engine-args", json.dumps(more)] if more else []
         return ["--gpu-memory-utilization", memory, *args]
 
@@ -207,7 +213,8 @@ class Run:
             out.name, "tools/evaluate_draft.py", "--model-path", self.paths[verifier], "--draft",
             self.folder / f"{draft}-draft", "--prompts", prompts, "--max-samples", 120,
             "--max-new-tokens", 128, "--max-seq-len", 1024, "--batch-size", 120, "--only-draft",
-            "--output-dir", out, *self.engine(verifier, 0.2), *copy,
+            # a fixed cache: several engines start at once, and none may measure the memory
+            "--output-dir", out, *self.engine(verifier, 0.1, kv_cache_memory_bytes=4 << 30), *copy,
         )  # fmt: skip
         counters = json.loads((out / "with_draft.json").read_text())["counters"]
         length = 1 + counters["accepted"] / counters["drafts"]
@@ -221,9 +228,9 @@ def main() -> None:
     p.add_argument("smollm2", type=Path)
     p.add_argument("--variants", nargs="+", default=VARIANTS)
     p.add_argument("--answers", type=int, default=1000)
-    p.add_argument("--jobs", type=int, default=3, help="drafts trained or served at the same time")
+    p.add_argument("--jobs", type=int, default=5, help="drafts trained or served at the same time")
     a = p.parse_args()
-    a.folder.mkdir(parents=True)
+    a.folder.mkdir(parents=True, exist_ok=True)
     run = Run(a.folder, make_verifiers(a.folder, a.smollm2), a.answers)
     for base in ("smollm2", "kimi"):
         if base in a.variants:
@@ -234,8 +241,7 @@ def main() -> None:
     pairs += [p for x in a.variants if (y := BASE.get(x)) for p in ((x, y), (y, x))]
     with ThreadPoolExecutor(a.jobs) as pool:
         list(pool.map(run.train, a.variants))
-    for pair in pairs:
-        run.serve(pair)
+        list(pool.map(run.serve, pairs))
 
 
 if __name__ == "__main__":
