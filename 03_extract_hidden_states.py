@@ -95,7 +95,7 @@ def check(settings: ExtractSettings, out: Path, prepared: Path) -> "Work | None"
     verifier = load_verifier(settings.model_path)
     capture = preflight.resolve_capture(settings, verifier)
     preflight.check_divides(verifier, settings.tp_size)
-    weights = check_weights(verifier)
+    weights = check_weights(verifier, settings.engine_args.get("model_impl", "auto"))
     check_stored(verifier, settings.dry_run)
     inputs = {"prepared": prepared_identity(prepared)}
     check_tokenizer(prepared, verifier)

@@ -34,13 +34,13 @@ from tests.tiny_models import make_kimi_k25, make_rows
 
 GROUP = 32
 # What compressed-tensors calls the two formats, and what of a verifier they do not touch.
-FP8 = {
+FP8_SCHEME = {
     "format": "float-quantized",
     "weights": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"},
     "input_activations": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token",
                           "dynamic": True},
 }  # fmt: skip
-INT4 = {
+INT4_SCHEME = {
     "format": "pack-quantized",
     "weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group",
                 "group_size": GROUP},
@@ -60,7 +60,7 @@ def quantized_copy(source: Path, copy: Path, scheme: dict[str, Any], only: str) 
     """Copy a verifier with its layers' matrices quantised, those whose names hold `only`."""
     shutil.copytree(source, copy)
     weights = load_file(source / "model.safetensors")
-    quantize = to_fp8 if scheme is FP8 else to_int4
+    quantize = to_fp8 if scheme is FP8_SCHEME else to_int4
     stored: dict[str, torch.Tensor] = {}
     for name, tensor in weights.items():
         if ".layers." in name and only in name and name.endswith("_proj.weight"):
@@ -109,9 +109,9 @@ def make_verifiers(folder: Path, smollm2: Path) -> dict[str, Path]:
     if not paths["kimi"].exists():
         make_kimi_k25(paths["kimi"])
     for name, scheme, only in (
-        ("smollm2-fp8", FP8, ""),
-        ("smollm2-int4", INT4, ""),
-        ("kimi-int4", INT4, ".experts."),
+        ("smollm2-fp8", FP8_SCHEME, ""),
+        ("smollm2-int4", INT4_SCHEME, ""),
+        ("kimi-int4", INT4_SCHEME, ".experts."),
     ):
         if not paths[name].exists():
             quantized_copy(paths[BASE[name]], paths[name], scheme, only)

@@ -3,9 +3,8 @@
 Usage: python benchmarks/verifier_head.py FOLDER [--tp-size 2]
 
 Four thin Llama layers between an embedding and a head of 163840 x 7168 in bfloat16 (4.7 GB), and
-sixteen samples. Prints one JSON line: seconds from the first rank's first byte to the proven file,
-the file's size, and the peak resident memory of all of 03's processes together, with and without
-the phase in which the head is written.
+sixteen samples. Prints one JSON line: the seconds in which the ranks write it, the file's size, and
+the peak memory of all of 03's processes together, files left out, while loading and after it.
 """
 
 import argparse

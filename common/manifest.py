@@ -45,7 +45,9 @@ OURS = (
     "metrics.jsonl", "curves.png", "tensorboard",
     *RESUMED, *(n for names in STAGE_FILES.values() if names != DRAFT for n in names),
 )  # fmt: skip
-FOLDERS = ("state", PROBE, ".export.partial", "tensorboard", "rows_*-*", "shard-*-of-*")  # of these
+FOLDERS = (  # of these
+    "state", PROBE, ".export.partial", ".draft.partial", "tensorboard", "rows_*-*", "shard-*-of-*",
+)  # fmt: skip
 _locks: list[IO] = []  # open until the process ends
 
 

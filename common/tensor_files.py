@@ -16,6 +16,7 @@ from common.artifacts import decode_json
 from common.errors import UserError
 
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float8_e4m3fn": "F8_E4M3"}
+FLOATS = ("F32", "F16", "BF16")
 ITEM_BYTES = {"I64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1}
 
 

@@ -116,6 +116,21 @@ def test_scales_caps_and_norms_of_other_families(family, tmp_path):
     assert torch.equal(norm, weights["model.norm.weight"].float() + (family == "gemma2"))
 
 
+def test_a_heads_bias_is_applied_in_the_transformers_backend(tiny_stages, tmp_path):
+    model, out = tmp_path / "verifier", tmp_path / "hidden"
+    shutil.copytree(tiny_stages["model"], model)
+    weights = load_file(model / "model.safetensors")
+    bias = torch.linspace(-4, 4, len(weights["lm_head.weight"])).to(torch.bfloat16)
+    tensors = weights | {"lm_head.bias": bias}
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    args = ["--model-path", model, "--prepared-data", tiny_stages["prepared"], "--output-dir", out]
+    args += ["--max-samples", 4, "--engine-args", '{"model_impl": "transformers"}']
+    must(script("03_extract_hidden_states.py", *args))
+    assert torch.equal(load_file(out / HEAD_FILE)["lm_head_bias"], bias)
+    # left out, the difference is over 1
+    assert json.loads((out / HEAD_MANIFEST).read_text())["logprob_difference"] < 0.01
+
+
 @pytest.mark.quick
 def test_the_norms_factor_is_the_one_that_gives_its_output():
     class Norm(torch.nn.Module):

@@ -187,7 +187,8 @@ def check_inputs(
         "draft_config": artifacts.sha256_file(folder / "config.json"),
         "tokenizer": tokenizer_fingerprint(settings.model_path),
     }
-    inputs |= identities(verifier, check_weights(verifier), out, settings.dry_run)
+    weights = check_weights(verifier, settings.engine_args.get("model_impl", "auto"))
+    inputs |= identities(verifier, weights, out, settings.dry_run)
     hidden = open_hidden(Path(settings.hidden_states)) if settings.hidden_states else None
     for made in (draft_made_with(folder), states_made_with(hidden) if hidden else None):
         if made:

@@ -133,7 +133,8 @@ def check(settings: RegenerateSettings) -> RegenerateJob | None:
     if settings.endpoint:
         inputs["verifier"] = fingerprint(verifier)
     else:
-        inputs |= identities(verifier, check_weights(verifier), out, settings.dry_run)
+        weights = check_weights(verifier, settings.engine_args.get("model_impl", "auto"))
+        inputs |= identities(verifier, weights, out, settings.dry_run)
     rows = list(read_rows(sources, settings.max_samples))
     rendering = rendering_of(settings, verifier, rows)
     verifier = dataclasses.replace(verifier, end_ids=rendering.end_ids)

@@ -17,7 +17,7 @@ from common.artifacts import read_json, sha256_file, sha256_json
 from common.draft.config import DraftShape
 from common.draft.model import Eagle3Draft
 from common.errors import UserError
-from common.tensor_files import TensorPlace, read_header
+from common.tensor_files import FLOATS, TensorPlace, read_header
 
 NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 NEEDED = (
@@ -30,7 +30,6 @@ POSITIONS = {"llama": 2048, "qwen3": 32768}  # likewise
 SCALED = ("default", "llama3", "yarn", "longrope")
 AUX_IDS = "eagle_aux_hidden_state_layer_ids"
 NOT_TRAINED = ("embed_tokens.weight", "d2t", "t2d")
-FLOATS = ("F32", "F16", "BF16")
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 

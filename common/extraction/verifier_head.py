@@ -28,7 +28,7 @@ from common.verifier.head import (
     head_tensors,
     read_head_manifest,
 )
-from common.verifier.loaded_head import LoadedHead, Rows
+from common.verifier.loaded_head import LoadedHead, VocabularyShare
 from common.verifier.logits import VerifierHead, read_head
 
 PARTIAL = f".{HEAD_FILE}.partial"
@@ -55,11 +55,14 @@ def write_head(llm: Any, verifier: Verifier, path: Path) -> VerifierHead:
         if share.problem:
             raise UserError(
                 f"{verifier.architecture}: cannot tell how vLLM makes logits of the last layer"
-                f" ({share.problem}); nothing was written, and no draft of it can be trained here"
+                f" ({share.problem}); nothing was written, and no draft of it can be trained here;"
+                " choose another verifier"
             )
     check_rows("embedding", [share.embed for share in shares], verifier.vocab_size)
     if first.head is not None:
-        check_rows("head", [share.head or Rows(0, 0) for share in shares], verifier.vocab_size)
+        check_rows(
+            "head", [share.head or VocabularyShare(0, 0) for share in shares], verifier.vocab_size
+        )
     facts = HeadFacts(
         dtype=first.dtype,
         tied=first.head is None,
@@ -82,7 +85,7 @@ def write_head(llm: Any, verifier: Verifier, path: Path) -> VerifierHead:
     return read_head(path, facts)
 
 
-def check_rows(name: str, shares: list[Rows], vocab_size: int) -> None:
+def check_rows(name: str, shares: list[VocabularyShare], vocab_size: int) -> None:
     """UserError unless the ranks' rows are the vocabulary's."""
     end = 0
     for rows in sorted(shares, key=lambda r: (r.first, r.last)):
@@ -107,7 +110,7 @@ def embedding_scale(head: VerifierHead, ids_N: torch.Tensor, entered_NH: torch.T
     if entered_NH.shape != rows_NH.shape:
         raise UserError(
             f"self-check failed: layer 0 receives {tuple(entered_NH.shape)}, expected"
-            f" {tuple(rows_NH.shape)}; nothing was written"
+            f" {tuple(rows_NH.shape)}; nothing was written, choose another verifier"
         )
     scale = float((rows_NH * entered_NH).sum() / rows_NH.square().sum().clamp_min(1e-30))
     difference = float((entered_NH - scale * rows_NH).norm() / entered_NH.norm().clamp_min(1e-30))
@@ -115,7 +118,8 @@ def embedding_scale(head: VerifierHead, ids_N: torch.Tensor, entered_NH: torch.T
         raise UserError(
             "self-check failed: what enters layer 0 is not the embedding times a number (relative"
             f" difference {difference:.2g}, nearest factor {scale:.3g}): this verifier adds or"
-            " norms something there, which no draft is served with; nothing was written"
+            " norms something there, which no draft is served with; nothing was written, choose"
+            " another verifier"
         )
     return 1.0 if abs(scale - 1) < 1e-4 else round(scale, 4)
 
@@ -126,7 +130,8 @@ def keep_head(work: Work, head: VerifierHead, scale: float | None, mean: float |
     Args:
         scale: see embedding_scale; mean: difference of the self-check's log-probabilities.
     """
-    if work.has_head:
+    if work.has_head:  # of an earlier run, or of another shard that was first
+        (work.out / PARTIAL).unlink(missing_ok=True)
         return
     folder, verifier = work.head_folder, work.capture.verifier
     inputs = work.output.stage.inputs

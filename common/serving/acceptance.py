@@ -103,7 +103,8 @@ def acceptance(plain: Run, drafted: DraftMeasurement, depths: int, seed: int) ->
         depths: drafted tokens per pass; seed: of the bootstrap.
     """
     run, counters, drafts = drafted.run, drafted.counters, drafted.counters["drafts"]
-    per_prompt = [(o.passes, o.passes_tokens) for o in run.answers.values() if o.passes]
+    measured = {name: (o.passes, o.passes_tokens) for name, o in run.answers.items() if o.passes}
+    per_prompt = list(measured.values())
     rng = random.Random(seed)
     means = sorted(
         tokens_per_pass(rng.choices(per_prompt, k=len(per_prompt))) for _ in range(BOOTSTRAP)
@@ -111,11 +112,7 @@ def acceptance(plain: Run, drafted: DraftMeasurement, depths: int, seed: int) ->
     length = 1 + counters["accepted"] / drafts
     emitted = tokens_per_pass(per_prompt)
     looping = [name for name, answer in run.answers.items() if loops(answer.ids)]
-    others = [
-        (o.passes, o.passes_tokens)
-        for name, o in run.answers.items()
-        if o.passes and name not in looping
-    ]
+    others = [pair for name, pair in measured.items() if name not in looping]
     without = length + (tokens_per_pass(others) - emitted) if others else None
     same = sum(plain.answers[k].ids == run.answers[k].ids for k in plain.answers)
     plain_rate, drafted_rate = plain.tokens / plain.seconds, run.tokens / run.seconds

@@ -112,9 +112,11 @@ def open_head(settings: TrainSettings, hidden: HiddenFolder) -> HeadManifest:
             " it and extracts nothing again"
         )
     for name in ("verifier", "verifier_weights"):
-        remedy = f"delete {hidden.path / HEAD_MANIFEST} and run 03's command again"
+        remedy = f"delete {hidden.head_folder / HEAD_MANIFEST} and run 03's command again"
         mine = getattr(head, name)
-        must_match(name, hidden.path / HEAD_FILE, mine, hidden.path, hidden.inputs[name], remedy)
+        must_match(
+            name, hidden.head_folder / HEAD_FILE, mine, hidden.path, hidden.inputs[name], remedy
+        )
     given = Path(settings.model_path or "")
     if settings.model_path and (given / "config.json").is_file():
         found, copy = load_verifier(settings.model_path), settings.quantized_copy

@@ -69,7 +69,7 @@ def set_up(job: TrainJob, ranks: Ranks) -> Training:
 def build_draft(job: TrainJob) -> tuple[Target, Eagle3Draft]:
     """Return (target, fresh float32 draft) on the device."""
     device, dtype, d2t = job.settings.device, job.settings.dtype, job.data.d2t
-    head = read_head(job.data.hidden.path / HEAD_FILE, job.data.head.facts)
+    head = read_head(job.data.hidden.head_folder / HEAD_FILE, job.data.head.facts)
     token_D = torch.from_numpy(d2t + np.arange(len(d2t))).to(device)
     head_VH = head.head_VH.to(device)
     bias_V = None if head.bias_V is None else head.bias_V.to(device, dtype)

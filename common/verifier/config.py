@@ -13,8 +13,8 @@ from common.errors import UserError
 from common.verifier.files import model_file, optional_file, read_object
 
 NEEDED = ("num_hidden_layers", "hidden_size", "vocab_size")
-# What published files have in their place. Of these, those in LAYERS and VOCABULARY are read.
-OTHER_NAMES = ("n_layer", "n_layers", "num_layers", "n_embd", "d_model", "dim", "n_vocab")
+# Names that published files have in their place and that are not read here.
+OTHER_NAMES = ("n_layer", "n_layers", "n_embd", "d_model", "dim", "n_vocab")
 COUNTS = (
     "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
     "moe_intermediate_size", "n_routed_experts", "num_experts_per_tok", "kv_lora_rank",

@@ -89,10 +89,14 @@ def add_samples(digest: Any, verifier: Verifier, where: dict[str, str], keys: li
                 digest.update(f.read(min(end - begin, SAMPLE_BYTES)))
 
 
+def verifier_hashes(verifier: Verifier) -> dict[str, str]:
+    """What manifests call `verifier` and `verifier_weights`."""
+    return {"verifier": fingerprint(verifier), "verifier_weights": weights_fingerprint(verifier)}
+
+
 def hashes_of(verifier: Verifier) -> dict[str, str]:
     """`verifier`, `verifier_weights` and `tokenizer`, by which two are known to be the same."""
     return {
-        "verifier": fingerprint(verifier),
-        "verifier_weights": weights_fingerprint(verifier),
+        **verifier_hashes(verifier),
         "tokenizer": tokenizer_fingerprint(verifier.path),
     }

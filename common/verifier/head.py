@@ -7,22 +7,20 @@ embedding beside it, as the verifier that vLLM has loaded computes with them.
                                 that vLLM computes in; lm_head_bias [V] where there is one;
                                 norm [H] float32, the factor that the normed states are multiplied
                                 by (1 + w for a Gemma norm)
-    verifier_head.json          HeadManifest, written last: with it the file is complete and proven
+    verifier_head.json          HeadManifest, written last: with it the file is complete, and proven
+                                where logprob_difference is not None
 
 Shape suffixes: T tokens of a sample, N rows, H hidden size, V vocabulary, X part of it.
 """
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from common.artifacts import read_json, write_json
 from common.errors import UserError
 from common.tensor_files import DTYPES, file_checksum, read_header
 from common.verifier.config import Verifier, make_verifier
-
-if TYPE_CHECKING:
-    pass
 
 HEAD_FILE = "verifier_head.safetensors"
 HEAD_MANIFEST = "verifier_head.json"
@@ -34,9 +32,9 @@ class HeadFacts:
     """What is beside the tensors: logits = logit_scale * cap(lm_head(norm(h)) + bias), where cap(x)
     is soft_cap * tanh(x / soft_cap) if there is one, in this order as vLLM's LogitsProcessor.
 
-    norm_kind: "rms", the only one known; norm_eps; embedding_scale: what enters layer 0 is
-    embedding_scale times the embedding's row (None where it was
-    not measured; a draft gets the row itself, as a server feeds it).
+    dtype: of embedding and head; tied: the head is the embedding; norm_kind: "rms", the only one
+    known; embedding_scale: what enters layer 0 is embedding_scale times the embedding's row (None
+    where it was not measured; a draft gets the row itself, as a server feeds it).
     """
 
     dtype: str
@@ -87,6 +85,8 @@ def read_head_manifest(folder: Path) -> HeadManifest | None:
         if found.pop("format_version") != FORMAT_VERSION:
             raise ValueError("of another version")
         manifest = HeadManifest(**found | {"facts": HeadFacts(**found["facts"])})
+        if manifest.facts.norm_kind != "rms":
+            raise ValueError(f"of a final norm of kind {manifest.facts.norm_kind}")
     except (KeyError, TypeError, ValueError) as e:
         raise UserError(
             f"{path}: is damaged ({e}); delete it and run 03's command again, which writes it"

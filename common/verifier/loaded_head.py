@@ -22,7 +22,7 @@ NORM_GATE = 2e-2  # relative difference from the norm module's own output; bfloa
 
 
 @dataclass(frozen=True)
-class Rows:
+class VocabularyShare:
     """A rank's share of a [V, ...] tensor: rows first to last - 1."""
 
     first: int
@@ -38,8 +38,8 @@ class LoadedHead:
     """
 
     dtype: str = ""
-    embed: Rows = Rows(0, 0)
-    head: Rows | None = None
+    embed: VocabularyShare = VocabularyShare(0, 0)
+    head: VocabularyShare | None = None
     bias: bool = False
     norm_eps: float = 0.0
     logit_scale: float = 1.0
@@ -49,7 +49,7 @@ class LoadedHead:
 
 
 @dataclass(frozen=True)
-class Modules:
+class HeadModules:
     """embedding, norm, and the module whose weight is the head's (the embedding where tied)."""
 
     embedding: Any
@@ -73,7 +73,7 @@ class HeadMethods:
         """What this rank has of the verifier's head; its `problem` where that is not understood."""
         model = self.model_runner.get_model()
         try:
-            found = find_modules(model, find_decoder(model, num_layers))
+            found = head_modules(model, find_decoder(model, num_layers))
             with torch.inference_mode():
                 _, eps = effective_norm(found.norm, found.embedding.weight.dtype)
         except LookupError as e:
@@ -111,7 +111,7 @@ class HeadMethods:
             begin: tensor name → its first byte.
         """
         model = self.model_runner.get_model()
-        found = find_modules(model, find_decoder(model, num_layers))
+        found = head_modules(model, find_decoder(model, num_layers))
         tensors = {"embed_tokens": found.embedding, "lm_head": found.head}
         file = os.open(path, os.O_WRONLY)
         try:
@@ -164,7 +164,7 @@ class HeadMethods:
         return ids[0].long(), entered[0]
 
 
-def find_modules(model: nn.Module, decoder: Decoder) -> Modules:
+def head_modules(model: nn.Module, decoder: Decoder) -> HeadModules:
     """The embedding, final norm and head of the text model; LookupError saying what is missing.
 
     The head belongs to the innermost wrapper of the text model that has vLLM's LogitsProcessor; a
@@ -178,7 +178,7 @@ def find_modules(model: nn.Module, decoder: Decoder) -> Modules:
             head = getattr(owner, "lm_head", None) or decoder.embedding
             if getattr(head, "weight", None) is None:
                 raise LookupError(f"its head {type(head).__name__} has no weight")
-            return Modules(decoder.embedding, decoder.norm, head, processor)
+            return HeadModules(decoder.embedding, decoder.norm, head, processor)
         if not path:
             raise LookupError(f"{type(model).__name__} has no logits_processor")
         path = path.rpartition(".")[0]
@@ -210,13 +210,13 @@ def effective_norm(norm: nn.Module, dtype: torch.dtype) -> tuple[torch.Tensor, f
     raise LookupError(f"its final norm {name} is neither RMSNorm with w nor with 1 + w")
 
 
-def rows_of(module: Any, vocab_size: int) -> Rows:
+def rows_of(module: Any, vocab_size: int) -> VocabularyShare:
     """The rows of a vocabulary's tensor that this rank holds, without padding."""
     share = getattr(module, "shard_indices", None)
     if share is None:
-        return Rows(0, min(vocab_size, len(module.weight)))
+        return VocabularyShare(0, min(vocab_size, len(module.weight)))
     last = min(share.org_vocab_end_index, vocab_size)
-    return Rows(min(share.org_vocab_start_index, last), last)
+    return VocabularyShare(min(share.org_vocab_start_index, last), last)
 
 
 def write_rows(file: int, begin: int, module: nn.Module, name: str, vocab_size: int) -> None:

@@ -5,16 +5,15 @@ from pathlib import Path
 
 from common.errors import UserError
 from common.manifest import recorded
-from common.tensor_files import TensorPlace, read_header
+from common.tensor_files import FLOATS, TensorPlace, read_header
 from common.verifier.config import Verifier
 from common.verifier.files import model_file, optional_file, read_object, weight_map
-from common.verifier.fingerprint import fingerprint, weights_fingerprint
+from common.verifier.fingerprint import verifier_hashes
 from common.verifier.tensors import find_modules, in_layer
 
 # Families whose key projection has the plain shape.
 PLAIN_ATTENTION = ("llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
-FLOATS = ("F64", "F32", "F16", "BF16")
-DTYPES = {
+STORED_AS = {
     "I8": "int8", "U8": "uint8", "I32": "int32",
     "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
 }  # fmt: skip
@@ -29,14 +28,14 @@ class Weights:
     here: bool  # whether all lie in a local folder (a hub name's do not, to be read cheaply)
 
 
-def check_weights(verifier: Verifier) -> Weights:
+def check_weights(verifier: Verifier, model_impl: str = "auto") -> Weights:
     """Size and presence of the weights' files; UserError where one is cut short.
 
     A hub name's files are taken as present: `identities` has them downloaded.
     """
     where = weight_map(verifier.path)
     names = sorted(set(where.values()))
-    check_biases(verifier, where)
+    check_biases(verifier, where, model_impl)
     folder = Path(verifier.path)
     absent = [n for n in names if folder.is_dir() and not (folder / n).is_file()]
     size = 0
@@ -66,25 +65,26 @@ def identities(verifier: Verifier, weights: Weights, out: Path, dry_run: bool) -
             name: recorded(out, "inputs", name) or "" for name in ("verifier", "verifier_weights")
         }
     require_weights(verifier, weights)
-    return {"verifier": fingerprint(verifier), "verifier_weights": weights_fingerprint(verifier)}
+    return verifier_hashes(verifier)
 
 
-def check_biases(verifier: Verifier, where: dict[str, str]) -> None:
-    """UserError where the final norm has a bias, which an RMSNorm has not, or the head one."""
+def check_biases(verifier: Verifier, where: dict[str, str], model_impl: str) -> None:
+    """UserError where the final norm has a bias (it is a LayerNorm then), or the output head one
+    that vLLM's own classes do not apply.
+
+    Args:
+        model_impl: vLLM's; its Transformers backend applies a head's bias.
+    """
     modules = find_modules(verifier, where)
-    bias = f"{modules.get('lm_head')}.bias"
-    if bias in where:
-        raise UserError(
-            f"{Path(verifier.path) / where[bias]}: {bias}: the output head has a bias, which vLLM's"
-            " classes drop without a word, so no server would answer as this model does; choose a"
-            " verifier without one"
-        )
-    bias = f"{modules.get('norm')}.bias"
-    if bias in where:
-        raise UserError(
-            f"{Path(verifier.path) / where[bias]}: {bias} is a LayerNorm's, a draft's targets are"
-            " made with an RMSNorm; choose a verifier that ends in one"
-        )
+    for name, why in (
+        ("norm", "is a LayerNorm's, a draft's targets are made with an RMSNorm; choose a verifier"
+         " that ends in one"),
+        ("lm_head", "is not applied by vLLM's own classes, so a server would not answer as this"
+         """ model does; pass --engine-args '{"model_impl": "transformers"}'"""),
+    ):  # fmt: skip
+        bias = f"{modules.get(name, '')}.bias"
+        if bias in where and not (name == "lm_head" and model_impl == "transformers"):
+            raise UserError(f"{Path(verifier.path) / where[bias]}: {bias} {why}")
 
 
 def check_stored(verifier: Verifier, dry_run: bool) -> None:
@@ -103,7 +103,7 @@ def check_stored(verifier: Verifier, dry_run: bool) -> None:
             continue
         raise UserError(
             f"{path}: the {CALLED[name]} is stored quantised, as {key}"
-            + (f" in {DTYPES.get(place.dtype, place.dtype)} {place.shape}" if place else "")
+            + (f" in {STORED_AS.get(place.dtype, place.dtype)} {place.shape}" if place else "")
             + (f" with {', '.join(more)}" if more else "")
             + f"; use weights with the {CALLED[name]} in bfloat16, float16 or float32"
         )
