@@ -124,7 +124,7 @@ def check(settings: ExtractSettings, out: Path, prepared: Path) -> "Work | None"
 
 def extract(settings: ExtractSettings, work: "Work") -> None:
     """Load the verifier, check the capture, and run the batches of `work.todo`."""
-    from common.extraction import engine, probe, runner, verifier_head
+    from common.extraction import engine, runner, selfcheck, verifier_head
     from common.states import journal
     from common.verifier.engine import engine_died, failed, prepare_environment, running
 
@@ -143,7 +143,7 @@ def extract(settings: ExtractSettings, work: "Work") -> None:
         stopper = progress.Stopper()
         try:
             head = verifier_head.load_head(llm, work)
-            proof = probe.run_probe(llm, work, head, resumed=bool(work.done))
+            proof = selfcheck.run_probe(llm, work, head, resumed=bool(work.done))
             # From here on the folder holds data, and belongs to these settings.
             work.output.empty(PROBE, verifier_head.PARTIAL)
             verifier_head.keep_head(work, head, proof.embedding_scale, proof.logprob_difference)

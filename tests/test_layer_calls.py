@@ -14,9 +14,9 @@ from torch import nn
 
 from common.errors import UserError
 from common.extraction.capture import CaptureMethods
-from common.extraction.layer_calls import LOOK_IDS, Recorder, layer_calls
 from common.states.files import hidden_file, read_hidden
 from common.verifier.decoder import Decoder
+from common.verifier.layer_calls import LOOK_IDS, Recorder, layer_calls
 
 pytestmark = pytest.mark.quick
 

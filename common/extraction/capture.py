@@ -22,13 +22,6 @@ import torch
 
 from common.errors import UserError
 from common.extraction.batching import DEVICE_BUFFERS
-from common.extraction.layer_calls import (
-    LayerCalls,
-    Recorder,
-    before_forward,
-    describe,
-    layer_calls,
-)
 from common.extraction.writer import (
     CaptureBuffer,
     CapturedBatch,
@@ -38,6 +31,13 @@ from common.extraction.writer import (
 )
 from common.states.files import FP8, quantize_rows
 from common.verifier.decoder import Decoder, find_decoder, join
+from common.verifier.layer_calls import (
+    LayerCalls,
+    Recorder,
+    before_forward,
+    describe,
+    layer_calls,
+)
 
 
 @dataclass(frozen=True)

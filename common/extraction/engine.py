@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError
 from common.extraction.batching import BATCHES_IN_FLIGHT, MAX_SAMPLES_PER_BATCH
-from common.extraction.layer_calls import LOOK_IDS, LOOK_TOKENS
 from common.extraction.settings import ExtractSettings
 from common.extraction.work import Capture, SampleIds
 from common.verifier.config import Verifier
 from common.verifier.engine import default_engine_args, engine_died
+from common.verifier.layer_calls import LOOK_IDS, LOOK_TOKENS
 
 if TYPE_CHECKING:
     from common.extraction.capture import Submitted

@@ -24,7 +24,7 @@ from common.extraction.engine import (
     written,
 )
 from common.extraction.outcomes import Outcomes
-from common.extraction.probe import PROBE_TOKENS, check_first_batch
+from common.extraction.selfcheck import PROBE_TOKENS, check_first_batch
 from common.extraction.work import SampleIds, Work
 from common.progress import Progress, Stopper, log
 from common.states.files import hidden_file, read_hidden
