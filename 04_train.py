@@ -131,6 +131,7 @@ def check(settings: TrainSettings, ranks: "Ranks") -> "TrainJob | None":
     from common.draft.export import serving_layer_ids
     from common.draft.initial import check_initial, initial_remarks
     from common.training import inputs
+    from common.training.resources import check_resources
     from common.training.state import check_state
 
     data = inputs.open_data(settings)
@@ -158,7 +159,7 @@ def check(settings: TrainSettings, ranks: "Ranks") -> "TrainJob | None":
     # ---------------------------------------------------------------- plan
     job = inputs.plan_job(settings, output, shape, data)
     log_plan(job, ranks)
-    inputs.check_resources(job, ranks)
+    check_resources(job, ranks)
     if ranks.first and not settings.dry_run:
         output.lock(state)
     if ranks.first and not settings.overwrite:  # locked: another run may be dropping this state

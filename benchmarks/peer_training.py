@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from benchmarks.processes import show
-from benchmarks.train_step import WARM_UP, add_shape, random_row, shape_of, timed_alone
+from benchmarks.train_step import add_shape, random_row, shape_of, timed_alone
 from common.draft.export import speculators_config
 from common.verifier.config import Verifier
 
@@ -85,7 +85,7 @@ def main() -> None:
         torch.cuda.synchronize()
         return time.perf_counter() - started, float(loss)
 
-    for n in range(WARM_UP):
+    for n in range(a.warm_up):
         step(n)
     with timed_alone(a.together):
         times, losses = zip(*[step(n) for n in range(a.steps)], strict=True)

@@ -3,6 +3,8 @@
 python benchmarks/train_step.py            # Kimi-K2.5's draft, rows of 8192, 3 depths, CUDA
 python benchmarks/train_step.py --profile      # and where a step's time goes, by kernel group
 python benchmarks/train_step.py --plain-merge  # without attention_kernel.py, by torch.compile
+python benchmarks/train_step.py --device cpu --hidden-size 576 --intermediate-size 1536 \
+    --heads 9 --head-dim 64 --vocab-size 49152 --draft-vocab-size 8192   # SmolLM2's draft, a CPU
 """
 
 import argparse
@@ -10,6 +12,7 @@ import contextlib
 import fcntl
 import json
 import os
+import resource
 import sys
 import time
 from collections import defaultdict
@@ -18,6 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import psutil
 import torch
 
 from common.draft.config import DraftShape, flops_of_step
@@ -28,7 +32,6 @@ from common.training.optimizers import make_optimizers
 from common.training.step import Target, Trainer
 from common.verifier.head import HeadFacts
 
-WARM_UP = 4
 # By a part of the kernel's name, first match.
 GROUPS = {
     "attention": ("flex", "own_keys"),
@@ -54,6 +57,7 @@ def add_shape(p: argparse.ArgumentParser) -> None:
     p.add_argument("--loss-share", type=float, default=0.72, help="of a sample, at its end")
     p.add_argument("--ttt-steps", type=int, default=3)
     p.add_argument("--rule", default="answer")
+    p.add_argument("--warm-up", type=int, default=4)
     p.add_argument("--steps", type=int, default=6)
     p.add_argument("--together", nargs=2, metavar=("DIR", "COUNT"), help="see timed_alone")
 
@@ -136,7 +140,8 @@ def main() -> None:
     draft.lm_head.weight.requires_grad_(a.train_lm_head)
     optimizers = make_optimizers(draft, a.optimizer, 1e-4, 0.0, 1)
     trainer = Trainer(draft, target, LinearProducts(dtype, a.float8), optimizers, 1.0)
-    rows = [random_row(a, n, dtype)[0].to(a.device) for n in range(3)]
+    rows = [random_row(a, n, dtype)[0].to(a.device) for n in range(min(3, a.warm_up + a.steps))]
+    at_start = psutil.Process().memory_info().rss
 
     def step(n: int) -> tuple[float, float]:
         """Seconds of a step (its sums were read, so the device has finished), and of its launch."""
@@ -149,7 +154,7 @@ def main() -> None:
         return time.perf_counter() - started, launched
 
     started = time.perf_counter()
-    for n in range(WARM_UP):
+    for n in range(a.warm_up):
         step(n)
     warm_up = time.perf_counter() - started
     with timed_alone(a.together):
@@ -181,6 +186,9 @@ def main() -> None:
     }
     if a.device == "cuda":
         found["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 1)
+    else:
+        peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        found |= {"peak_gb": round(peak / 1e9, 2), "at_start_gb": round(at_start / 1e9, 2)}
     print(json.dumps(found), flush=True)
 
 

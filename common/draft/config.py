@@ -88,6 +88,11 @@ def draft_shape(
             f"--draft-shape: {shape.num_attention_heads} heads are no multiple of"
             f" {shape.num_key_value_heads} key/value heads"
         )
+    if shape.hidden_size % shape.num_attention_heads:
+        raise UserError(
+            f"--draft-shape: hidden_size {shape.hidden_size} is no multiple of num_attention_heads"
+            f" {shape.num_attention_heads}, which transformers' configuration of a draft asks for"
+        )
     return shape
 
 

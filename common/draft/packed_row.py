@@ -173,6 +173,11 @@ def find_losses(
     return target_U, losses
 
 
+def filled_size(size: int) -> int:
+    """The next multiple of FILL."""
+    return size + -size % FILL
+
+
 def filled(index_n: torch.Tensor) -> torch.Tensor:
     """The indices filled up to a multiple of FILL with their last."""
     return torch.cat([index_n, index_n[-1:].expand(-len(index_n) % FILL)])

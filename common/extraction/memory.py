@@ -11,6 +11,7 @@ from typing import Any
 from common.errors import UserError
 from common.extraction.batching import BATCHES_IN_FLIGHT, DEVICE_BUFFERS, HOST_BUFFERS
 from common.extraction.work import Capture
+from common.host_memory import available_memory
 from common.manifest import versions
 from common.states.files import FP8
 from common.verifier.weights import Weights
@@ -158,9 +159,7 @@ def check_gpus(
 
 def check_host(need: Memory, on_cpu: bool, tp_size: int) -> None:
     """UserError when the host lacks memory for the writers' buffers (and a CPU's weights)."""
-    import psutil
-
-    available = psutil.virtual_memory().available
+    available = available_memory()
     needed = need.host + (need.weights * tp_size if on_cpu else 0)
     if needed > available:
         raise UserError(

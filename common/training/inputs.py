@@ -1,5 +1,5 @@
-"""What 04 checks before it trains: its inputs, the draft's shape, what it computes in, memory and
-disk; and the plan of its steps."""
+"""What 04 checks before it trains: its inputs, the draft's shape, what it computes in; and the plan
+of its steps."""
 
 import importlib.util
 from dataclasses import asdict, dataclass, replace
@@ -12,21 +12,13 @@ import torch
 from common import artifacts
 from common.data.samples import FILE, Sample, prepared_folder, prepared_identity, read_samples
 from common.data.vocab_map import load_map
-from common.draft.config import (
-    DraftShape,
-    check_on_gpu,
-    draft_shape,
-    parameter_count,
-    training_memory,
-)
-from common.draft.export import speculators_draft
+from common.draft.config import DraftShape, check_on_gpu, draft_shape
 from common.errors import UserError
 from common.manifest import Manifest, Output, must_match, read_manifest
 from common.states.files import check_hidden_file, check_token_ids
 from common.states.folder import HiddenFolder, open_hidden
 from common.states.identity import check_made_with, states_made_with
-from common.training.packing import Step, plan_steps, split_samples
-from common.training.ranks import Ranks
+from common.training.packing import Step, pack_rows, plan_steps, split_samples
 from common.training.settings import TrainSettings
 from common.verifier.config import Verifier, load_verifier
 from common.verifier.fingerprint import hashes_of
@@ -59,7 +51,7 @@ class TrainJob:
     """What a run trains, once everything is checked.
 
     settings: with nothing left to `auto`; train, held: samples, index → tokens; steps: of the
-    complete run, of rows_per_step rows each but the last of an epoch.
+    complete run, of rows_per_step rows each but the last of an epoch; held_rows: of `held`.
     """
 
     settings: TrainSettings
@@ -70,6 +62,18 @@ class TrainJob:
     held: dict[int, int]
     steps: list[Step]
     rows_per_step: int
+    held_rows: list[list[int]]
+
+    @property
+    def rows(self) -> list[list[int]]:
+        """Those trained on, of all epochs."""
+        return [row for step in self.steps for row in step.rows]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row, of the held-out ones too."""
+        lengths = self.train | self.held
+        return max(sum(lengths[i] for i in row) for row in self.rows + self.held_rows)
 
 
 # ---------------------------------------------------------------- inputs
@@ -249,7 +253,7 @@ def content_settings(settings: TrainSettings, shape: DraftShape, data: TrainData
     }
 
 
-# ---------------------------------------------------------------- plan and resources
+# ---------------------------------------------------------------- plan
 
 
 def plan_job(
@@ -268,7 +272,8 @@ def plan_job(
         )
     rows, budget = settings.rows_per_step or 1, settings.max_batch_tokens
     steps = plan_steps(train, budget, settings.epochs, settings.seed, rows)
-    return TrainJob(settings, output, shape, data, train, held, steps, rows)
+    held_rows = pack_rows(held, budget, None)
+    return TrainJob(settings, output, shape, data, train, held, steps, rows, held_rows)
 
 
 def check_packages(settings: TrainSettings) -> None:
@@ -276,33 +281,3 @@ def check_packages(settings: TrainSettings) -> None:
     for package in ("speculators", "matplotlib", *["tensorboard"] * settings.tensorboard):
         if importlib.util.find_spec(package) is None:
             raise UserError(f"the package {package} is not installed; see requirements.txt")
-
-
-def check_resources(job: TrainJob, ranks: Ranks) -> None:
-    """UserError where the disk, the memory or the checkpoint's format will not do."""
-    settings, itemsize = job.settings, job.settings.dtype.itemsize
-    # the states kept, one more (it is complete before the oldest goes), and the checkpoint
-    size = parameter_count(job.shape)
-    disk = size * ((settings.keep_states + 1) * (12 + itemsize) + 4)
-    optimizer_tensors = 1 if settings.optimizer == "muon" else 2
-    memory = training_memory(
-        job.shape, itemsize, ranks.world, optimizer_tensors, settings.train_lm_head
-    )
-    ranks.log(
-        f"train: {size / 1e6:.1f} M parameters; up to {disk / 1e9:.2f} GB of disk,"
-        f" at least {memory / 1e9:.2f} GB of memory and the activations"
-    )
-    there = () if settings.overwrite else settings.out.rglob("*.safetensors")
-    disk -= sum(p.stat().st_size for p in there)
-    artifacts.require_space(settings.out, disk, settings.overwrite, "lower --keep-states")
-    if settings.device == "cuda":
-        free, _ = torch.cuda.mem_get_info()
-        if memory > free:
-            raise UserError(
-                f"needs {memory / 1e9:.1f} GB of GPU memory and the activations', and"
-                f" {free / 1e9:.1f} GB are free; free it, take a larger GPU, or more of them by"
-                " torchrun, which share the optimizer's state"
-            )
-    if ranks.first:  # last, for it takes seconds
-        aux, depths = job.data.layers[:-1], settings.ttt_steps
-        speculators_draft(job.shape, job.data.verifier, aux, depths, settings.dtype)

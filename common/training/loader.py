@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from common.data.samples import Sample
-from common.draft.packed_row import FILL, PackedRow, make_row, tensors_of
+from common.draft.packed_row import PackedRow, filled_size, make_row, tensors_of
 from common.errors import UserError
 from common.states.folder import HiddenFolder
 from common.states.values import PIECE, all_finite, row_problem, states_problem
@@ -55,7 +55,7 @@ class RowReader:
         pin: bool,
     ):
         self.hidden, self.samples, self.depths, self.rule = hidden, samples, depths, rule
-        self.tokens = -(-tokens // FILL) * FILL
+        self.tokens = filled_size(tokens)
         self.pin = pin
         self._files = ThreadPoolExecutor(THREADS, "read")
 

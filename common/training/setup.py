@@ -15,7 +15,6 @@ from common.training.heldout import HeldOut, heldout_counts
 from common.training.inputs import TrainJob
 from common.training.loader import RowReader
 from common.training.optimizers import make_optimizers
-from common.training.packing import pack_rows
 from common.training.ranks import Ranks
 from common.training.state import latest_state, load_state
 from common.training.step import Target, Trainer
@@ -49,16 +48,12 @@ def set_up(job: TrainJob, ranks: Ranks) -> Training:
     )
     linears = LinearProducts(settings.dtype, settings.float8)
     trainer = Trainer(draft, target, linears, optimizers, settings.clip, ranks)
-    held_rows = pack_rows(job.held, settings.max_batch_tokens, None)
-    lengths = job.train | job.held
-    rows_of_all = [row for step in job.steps for row in step.rows] + held_rows
-    longest = max(sum(lengths[i] for i in row) for row in rows_of_all)
     depths, pin = settings.ttt_steps, settings.device == "cuda"
     reader, held_reader = (
-        RowReader(data.hidden, data.samples, depths, rule, longest, pin)
+        RowReader(data.hidden, data.samples, depths, rule, job.longest, pin)
         for rule in (settings.loss_rule, "answer")
     )
-    heldout = HeldOut(trainer, held_reader, held_rows, settings.patience)
+    heldout = HeldOut(trainer, held_reader, job.held_rows, settings.patience)
     if newest is None:
         return Training(trainer, reader, heldout, 0, 0.0)
     saved, best_weights = load_state(newest, trainer)
