@@ -136,7 +136,7 @@ def test_a_broken_map(tiny_stages, tmp_path):
         ('{"num_attention_heads": true}', "num_attention_heads must be a whole number"),
         ('{"head_dim": null}', "head_dim must be a whole number of at least 1, is None"),
         ('{"rope_theta": null}', "rope_theta must be a number over 0, is None"),
-        ('{"num_attention_heads": 6}', "hidden_size 64 is no multiple of num_attention_heads 6"),
+        ('{"num_attention_heads": 6}', "hidden_size 256 is no multiple of num_attention_heads 6"),
     ],
 )
 def test_odd_draft_shapes(tiny_stages, tmp_path, shape, text):
