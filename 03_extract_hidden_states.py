@@ -74,10 +74,13 @@ def main() -> None:
     work = check(settings, out, prepared)
     if work is None:
         return
-    extract(settings, work)
-    if work.todo:
-        check_missing(settings, work, prepared)
-        report(work, started)
+    if work.todo or not work.has_head:
+        extract(settings, work)
+    if work.complete:
+        progress.log(f"extract: {work.out} is complete, now with the verifier's head")
+        return
+    check_missing(settings, work, prepared)
+    report(work, started)
 
 
 # ---------------------------------------------------------------- check and plan
@@ -106,7 +109,7 @@ def check(settings: ExtractSettings, out: Path, prepared: Path) -> "Work | None"
 
     # ---------------------------------------------------------------- plan
     work = preflight.plan_work(settings, capture, output, state, prepared)
-    if state == "complete" and not work.todo and work.has_head:
+    if work.complete and work.has_head:
         progress.log(f"extract: {out} is complete (--overwrite makes it again)")
         return None
     preflight.check_plan(settings, weights, work)
@@ -148,7 +151,6 @@ def extract(settings: ExtractSettings, work: "Work") -> None:
             work.output.empty(PROBE, verifier_head.PARTIAL)
             verifier_head.keep_head(work, head, proof.embedding_scale, proof.logprob_difference)
             if not work.todo:
-                progress.log(f"extract: {out} is complete, now with the verifier's head")
                 return
             journal.write_plan(out, plan)
             work.output.begin()

@@ -172,7 +172,8 @@ def plan_work(
     todo = [Batch(n, indices) for n, indices in enumerate(plan.batches) if n not in done]
     if len(missing_samples(done)) > settings.allow_missing:
         todo += [Batch(n, [*entry.missing]) for n, entry in done.items() if entry.missing]
-    work = Work(capture, output, plan, done, todo, samples, settings.max_batch_tokens)
+    complete = state == "complete" and not todo
+    work = Work(capture, output, plan, done, todo, samples, settings.max_batch_tokens, complete)
     indices = {i for batch in work.probed for i in batch.indices}
     if not todo and work.has_head:  # nothing to do
         return work

@@ -57,7 +57,8 @@ class Work:
     """The folder that a run fills, and what is left to do in it.
 
     plan: of the complete folder; done: its finished batches, by number, to which a run adds; todo:
-    the batches to run; samples: of `probed`, by index; max_batch_tokens: of one forward pass.
+    the batches to run; samples: of `probed`, by index; max_batch_tokens: of one forward pass;
+    complete: an earlier run has finished the folder; at most the verifier's head is missing.
     """
 
     capture: Capture
@@ -67,6 +68,7 @@ class Work:
     todo: list[Batch]
     samples: dict[int, Sample]
     max_batch_tokens: int
+    complete: bool
 
     @property
     def out(self) -> Path:
