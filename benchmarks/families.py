@@ -122,13 +122,13 @@ class Family:
             "--heldout-fraction", 0,
         )  # fmt: skip
         self.found["loss"] = first_loss(draft)
-        log = self.step(
+        self.step(
             "serve", "tools/evaluate_draft.py", "--model-path", model, "--draft", draft,
             "--prompts", prepared / "tokenized_data.jsonl", "--max-samples", 4, "--only-draft",
             "--max-seq-len", 256, "--max-new-tokens", 16, "--output-dir", self.folder / "served",
             *states, *engine,
         )  # fmt: skip
-        self.found["served"] = log.strip().splitlines()[-1]
+        self.found["served"] = served(self.folder / "served")
 
     def step(self, what: str, *command: Any) -> str:
         """Run a script in a process of its own; what it printed. Stop with its last line."""
@@ -149,6 +149,9 @@ class Family:
         if code:
             errors = [x for x in text.splitlines() if x.strip()]
             last = errors[-1].removeprefix("error: ") if errors else ""
+            lacking = re.search(r"ModuleNotFoundError: (No module named \S+)", text)
+            if lacking and "failed to be inspected" in last:
+                raise Stop(f"{NOT_RUN} on this vLLM: its class asks for more: {lacking[1]}")
             raise Stop(f"{what}: status {code}: {last}" if code != 1 else f"{what}: {last}")
         return text
 
@@ -175,6 +178,14 @@ def states_error(hidden: Path, want: list[torch.Tensor]) -> float:
 def first_loss(draft: Path) -> Any:
     lines = map(json.loads, (draft / "metrics.jsonl").read_text().splitlines())
     return next(line["loss"] for line in lines if "loss" in line)
+
+
+def served(folder: Path) -> str:
+    """Drafts accepted, and how far what enters the draft is from what 03 stored."""
+    found = json.loads((folder / "with_draft.json").read_text())
+    counters, parity = found["counters"], found["checked"]["fed_states_relative_error"]
+    accepted, drafts = counters["accepted"], counters["drafts"]
+    return f"served: {accepted:.0f} tokens of {drafts:.0f} drafts accepted, parity {parity:.1e}"
 
 
 # ---------------------------------------------------------------- in a process of its own
@@ -206,7 +217,8 @@ def table(lines: list[dict[str, Any]]) -> str:
     rows = ["| family | states | log-probabilities | first loss | draft served, or why not |",
             "|---|---|---|---|---|"]  # fmt: skip
     for x in lines:
-        end = x.get("ended") or x.get("served", "").removeprefix("evaluate: ")
+        end = (x.get("ended") or x["served"]).replace(str(ROOT), "").replace("|", "/")
+        end = re.sub(r"/\S*/(model|hidden)\b", r"\1", end)  # of this run's folders
         cells = [x.get(k) for k in ("states", "logprobs", "loss")]
         shown = [f"{c:.2g}" if isinstance(c, float) else "" if c is None else str(c) for c in cells]
         rows.append(f"| {x['family']} ({x.get('class', '?')}) | {' | '.join(shown)} | {end} |")

@@ -94,6 +94,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "minimax_m2": {
         "model_type": "minimax_m2", "rotary_dim": 32, "num_local_experts": 8,
         "num_experts_per_tok": 2, "intermediate_size": 256,
+        # as published, and asked for by vLLM
+        "scoring_func": "sigmoid", "use_routing_bias": True,
     },
     "gpt_oss": {
         "model_type": "gpt_oss", "num_local_experts": 8, "num_experts_per_tok": 2,
@@ -110,10 +112,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "attention_multiplier": 0.125, "position_embedding_type": "rope",
     },
     "nemotron": {"model_type": "nemotron"},
-    "nemotron_h": {
+    "nemotron_h": {  # without experts, whose kernel vLLM has for GPUs only
         "model_type": "nemotron_h", "layer_norm_epsilon": 1e-5, "mamba_num_heads": 8,
         "hybrid_override_pattern": "M*-M*-", "layers_block_type": None, "mamba_head_dim": 64,
-        "ssm_state_size": 16, "n_groups": 2, "n_routed_experts": 8, **EXPERTS,
+        "ssm_state_size": 16, "n_groups": 2,
     },
     "olmo2": {"model_type": "olmo2"},
     "olmo3": {"model_type": "olmo3", "sliding_window": 256, "layer_types": KINDS},
@@ -214,7 +216,8 @@ def decoder_layers(model: Any, path: Path) -> Any:
 
 
 def transformers_model(path: Path) -> Any:
-    """The verifier in transformers in float32; of Kimi's wrapper the DeepSeek-V3 inside."""
+    """The verifier in transformers in float32; of Kimi's wrapper the DeepSeek-V3 inside. By its
+    plain attention: the other leaves out Gemma's soft cap."""
     import torch
     from safetensors.torch import load_file
     from transformers import (
@@ -227,7 +230,7 @@ def transformers_model(path: Path) -> Any:
     config = json.loads((path / "config.json").read_text())
     if config["model_type"] != "kimi_k25":
         kind = AutoModelForImageTextToText if "text_config" in config else AutoModelForCausalLM
-        return kind.from_pretrained(path, dtype=torch.float32)
+        return kind.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     weights = load_file(path / "model.safetensors")
     inner = {name.removeprefix("language_model."): tensor for name, tensor in weights.items()}
     text = DeepseekV3Config(**config["text_config"] | {"model_type": "deepseek_v3"})

@@ -3,9 +3,11 @@
 What starts and ends engines is common/verifier/engine.py.
 """
 
+import traceback
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.errors import UserError
+from common.errors import UserError, one_line
 from common.extraction.batching import BATCHES_IN_FLIGHT, MAX_SAMPLES_PER_BATCH
 from common.extraction.settings import ExtractSettings
 from common.extraction.work import Capture, SampleIds
@@ -83,7 +85,14 @@ def find_layers(llm: Any, verifier: Verifier) -> str:
     """Find in a short forward pass how the loaded verifier calls its layers; returns it in words.
     UserError where that cannot be told."""
     llm.collective_rpc("capture_look", args=(verifier.num_layers,))
-    forward(llm, list(enumerate(LOOK_IDS)))
+    try:
+        forward(llm, list(enumerate(LOOK_IDS)))
+    except Exception as e:
+        at = traceback.extract_tb(e.__traceback__)[-1]
+        raise UserError(
+            f"vLLM's first forward pass of {verifier.path} fails: {one_line(e)} in"
+            f" {Path(at.filename).name}, line {at.lineno}; nothing was written"
+        ) from e
     found = rank0(llm, "capture_found", verifier.hidden_size)
     if found.refusal is not None:
         raise UserError(f"{found.refusal}; nothing was written")
