@@ -162,6 +162,7 @@ def extract(settings: ExtractSettings, work: "Work") -> None:
             raise
         finally:
             shutil.rmtree(out / PROBE, ignore_errors=True)
+            (out / verifier_head.PARTIAL).unlink(missing_ok=True)
     left = [batch.number for batch in work.todo if batch.number not in record.finished]
     if left and not stopper.code:
         raise RuntimeError(f"batches {left[:5]} were neither finished nor given up")

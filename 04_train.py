@@ -135,6 +135,11 @@ def check(settings: TrainSettings, ranks: "Ranks") -> "TrainJob | None":
     from common.training.state import check_state
 
     data = inputs.open_data(settings)
+    if settings.model_path and not Path(settings.model_path).exists():
+        ranks.log(
+            f"train: note: --model-path {settings.model_path} is not here, nor needed; the draft"
+            f" names {data.verifier.path}"
+        )
     shape = inputs.check_shape(settings, data)
     identities = dict(data.identities)
     if settings.init_from:

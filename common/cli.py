@@ -113,6 +113,8 @@ def between(low: float, high: float) -> Callable[[str], float]:
 def iso_date(text: str) -> str:
     """Argparse type: a day."""
     try:
+        if not re.fullmatch(r"[0-9]{4}-[0-9]{2}-[0-9]{2}", text):
+            raise ValueError
         return datetime.date.fromisoformat(text).isoformat()
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a day as YYYY-MM-DD") from None

@@ -201,3 +201,28 @@ def test_a_finished_turn_that_begins_otherwise_makes_no_sample(tokenizer):
     template = template_of(dataclasses.replace(CHATML, source=source), tokenizer)
     with pytest.raises(RowError, match="finished turns begin otherwise than the generation"):
         template.encode(turns(("Hi", "Hello!")))
+
+
+@pytest.mark.quick
+def test_reasoning_in_parts_is_joined_and_other_values_are_refused():
+    def turns(value):
+        return [{"role": "user", "content": "a"},
+                {"role": "assistant", "content": "b", "thinking": value}]  # fmt: skip
+
+    parts = [{"type": "text", "text": "x"}, {"text": "y"}]
+    assert messages_of({"messages": turns(parts)})[1][REASONING[0]] == "xy"
+    for value in (5, ["a"], {"a": 1}, True):
+        with pytest.raises(RowError, match="reasoning that is no text"):
+            messages_of({"messages": turns(value)})
+
+
+@pytest.mark.quick
+def test_a_day_is_written_as_one():
+    from argparse import ArgumentTypeError
+
+    from common.cli import iso_date
+
+    assert iso_date("2026-01-31") == "2026-01-31"
+    for text in ("2026-W01-1", "20260131", "2026-02-30", "today"):
+        with pytest.raises(ArgumentTypeError):
+            iso_date(text)

@@ -34,8 +34,12 @@ def test_training_opens_no_file_of_the_verifier(tiny_stages, tmp_path):
     must(script("04_train.py", *args[:at], *args[at + 2 :]))
     must(script("04_train.py", *train_args(tiny_stages, tmp_path / "beside")))
     assert files_of(tmp_path / "draft") == files_of(tmp_path / "beside")
-    args[at + 1] = gone  # only a name
-    assert "is complete" in must(script("04_train.py", *args)).stdout
+    args[at + 1] = gone
+    text = must(script("04_train.py", *args)).stdout
+    assert f"--model-path {gone} is not here, nor needed" in text
+    assert "is complete" in text
+    gone.mkdir()
+    fails(script("04_train.py", *args), "has no config.json")
 
 
 def test_a_folder_of_an_earlier_version_gets_its_head_without_extracting(tiny_stages, tmp_path):
@@ -62,8 +66,21 @@ def test_a_folder_of_an_earlier_version_gets_its_head_without_extracting(tiny_st
         (lambda f: (f / HEAD_MANIFEST).write_text("{}"), "verifier_head.json: is damaged"),
         (lambda f: (f / HEAD_FILE).write_bytes((f / HEAD_FILE).read_bytes()[:-9]), "its header"),
         (lambda f: edit(f, verifier_weights="0" * 64), "verifier_weights 000000000000"),
+        (lambda f: edit(f, end_ids=None), "end_ids is None); delete it and run 03's command"),
+        (lambda f: edit(f, config={"hidden_size": "x"}), "verifier_head.json: is damaged"),
+        (lambda f: edit(f, facts={"dtype": "int8", "tied": False, "norm_eps": 1e-6}), "int8"),
+        (lambda f: flip(f / HEAD_FILE), "its bytes are not those written; delete"),
     ],
-    ids=["no file", "no manifest", "cut", "of another verifier"],
+    ids=[
+        "no file",
+        "no manifest",
+        "cut",
+        "of another verifier",
+        "no ends",
+        "no config",
+        "int8",
+        "flipped",
+    ],
 )
 @pytest.mark.quick
 def test_a_head_that_is_not_the_states_own_is_refused(tiny_stages, tmp_path, damage, text):
@@ -77,6 +94,12 @@ def test_a_head_that_is_not_the_states_own_is_refused(tiny_stages, tmp_path, dam
 def edit(folder, **changes):
     path = folder / HEAD_MANIFEST
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[-1000] ^= 64
+    path.write_bytes(data)
 
 
 # A verifier whose norm is 1 + w, embedding scaled and logits capped; one whose logits are scaled.

@@ -169,15 +169,13 @@ def message_of(n: int, turn: Any) -> dict[str, Any]:
         content, calls = "", [{"type": "function", "function": decoded(content, f"turn {n}")}]
     if content is None and calls:
         content = ""
-    if isinstance(content, list) and all(
-        isinstance(p, dict) and p.get("type", "text") == "text" and isinstance(p.get("text"), str)
-        for p in content
-    ):
-        content = "".join(p["text"] for p in content)
+    content = joined(content)
     if not isinstance(content, str):
         raise bad_row("malformed turn", f"turn {n} has no text content")
     message: dict[str, Any] = {"role": ROLES[name], "content": content}
-    reasoning = next((turn[k] for k in REASONING if isinstance(turn.get(k), str) and turn[k]), None)
+    reasoning = joined(next((turn[k] for k in REASONING if turn.get(k)), None))
+    if reasoning is not None and not isinstance(reasoning, str):
+        raise bad_row("malformed turn", f"turn {n} has reasoning that is no text")
     if reasoning:
         message[REASONING[0]] = reasoning
     if calls:
@@ -193,6 +191,16 @@ def named_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     """The message with its reasoning under every name that a template may read it by."""
     reasoning = message.get(REASONING[0])
     return message | dict.fromkeys(REASONING, reasoning) if reasoning else message
+
+
+def joined(value: Any) -> Any:
+    """A list of text parts as one text; anything else as it is."""
+    if isinstance(value, list) and all(
+        isinstance(p, dict) and p.get("type", "text") == "text" and isinstance(p.get("text"), str)
+        for p in value
+    ):
+        return "".join(p["text"] for p in value)
+    return value
 
 
 def tool_call(n: int, call: Any) -> dict[str, Any]:

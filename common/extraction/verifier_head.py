@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from common.artifacts import writing
 from common.errors import UserError
 from common.extraction.work import Work
 from common.progress import duration, log
@@ -25,6 +26,7 @@ from common.verifier.head import (
     HEAD_MANIFEST,
     HeadFacts,
     HeadManifest,
+    check_head_bytes,
     head_tensors,
     read_head_manifest,
 )
@@ -40,6 +42,7 @@ def load_head(llm: Any, work: Work) -> VerifierHead:
     """The head beside the states, or, without one, the loaded verifier's, written to PARTIAL."""
     there = read_head_manifest(work.head_folder) if work.has_head else None
     if there is not None:
+        check_head_bytes(work.head_folder, there)
         return read_head(work.head_folder / HEAD_FILE, there.facts)
     return write_head(llm, work.capture.verifier, work.out / PARTIAL)
 
@@ -71,7 +74,7 @@ def write_head(llm: Any, verifier: Verifier, path: Path) -> VerifierHead:
         soft_cap=first.soft_cap,
     )
     tensors = head_tensors(verifier, facts, first.bias)
-    with open(path, "wb") as f:
+    with writing(path), open(path, "wb") as f:
         f.write(header_bytes(tensors))
         # a full disk is found here, not by a worker
         os.posix_fallocate(f.fileno(), 0, f.tell() + tensor_bytes(tensors))

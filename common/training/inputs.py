@@ -22,7 +22,13 @@ from common.training.packing import Step, pack_rows, plan_steps, split_samples
 from common.training.settings import TrainSettings
 from common.verifier.config import Verifier, load_verifier
 from common.verifier.fingerprint import hashes_of
-from common.verifier.head import HEAD_FILE, HEAD_MANIFEST, HeadManifest, read_head_manifest
+from common.verifier.head import (
+    HEAD_FILE,
+    HEAD_MANIFEST,
+    HeadManifest,
+    check_head_bytes,
+    read_head_manifest,
+)
 
 
 @dataclass(frozen=True)
@@ -104,16 +110,16 @@ def open_data(settings: TrainSettings) -> TrainData:
 def open_head(settings: TrainSettings, hidden: HiddenFolder) -> HeadManifest:
     """The verifier's head beside the states; UserError where it is missing or of another verifier.
 
-    Where --model-path is a folder here, it must be the verifier of the states; where not, it is
-    only a name.
+    A --model-path that is here must be the verifier of the states, or a copy by flag; the
+    checkpoint then names it.
     """
     head = read_head_manifest(hidden.head_folder)
     if head is None:
         raise UserError(
             f"{hidden.path}: has no {HEAD_FILE}, an earlier version made it; run the command again"
-            f" that made it (python 03_extract_hidden_states.py --prepared-data"
-            f" {settings.prepared_data} --output-dir {hidden.path} and its other flags), which adds"
-            " it and extracts nothing again"
+            " that made it, or one of its shards (python 03_extract_hidden_states.py"
+            f" --prepared-data {settings.prepared_data} --output-dir {hidden.path} and its other"
+            " flags), which adds it and extracts nothing again"
         )
     for name in ("verifier", "verifier_weights"):
         remedy = f"delete {hidden.head_folder / HEAD_MANIFEST} and run 03's command again"
@@ -121,13 +127,13 @@ def open_head(settings: TrainSettings, hidden: HiddenFolder) -> HeadManifest:
         must_match(
             name, hidden.head_folder / HEAD_FILE, mine, hidden.path, hidden.inputs[name], remedy
         )
+    check_head_bytes(hidden.head_folder, head)
     given = Path(settings.model_path or "")
-    if settings.model_path and (given / "config.json").is_file():
-        found, copy = load_verifier(settings.model_path), settings.quantized_copy
-        check_made_with(states_made_with(hidden), found, hashes_of(found), copy)
-        if copy:  # the checkpoint names the one that will serve it
-            return replace(head, name=str(given.resolve()))
-    return head
+    if not settings.model_path or not given.exists():
+        return head
+    found = load_verifier(settings.model_path)
+    check_made_with(states_made_with(hidden), found, hashes_of(found), settings.quantized_copy)
+    return replace(head, name=str(given.resolve()))
 
 
 def check_prepared(

@@ -15,6 +15,7 @@ Shape suffixes: T tokens of a sample, N rows, H hidden size, V vocabulary, X par
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from common.artifacts import read_json, write_json
@@ -80,30 +81,43 @@ def read_head_manifest(folder: Path) -> HeadManifest | None:
     path = folder / HEAD_MANIFEST
     if not path.exists():
         return None
-    found = read_json(path)
     try:
-        if found.pop("format_version") != FORMAT_VERSION:
-            raise ValueError("of another version")
-        manifest = HeadManifest(**found | {"facts": HeadFacts(**found["facts"])})
-        if manifest.facts.norm_kind != "rms":
-            raise ValueError(f"of a final norm of kind {manifest.facts.norm_kind}")
-    except (KeyError, TypeError, ValueError) as e:
+        manifest = parse_manifest(read_json(path))
+        header = read_header(folder / HEAD_FILE)
+        verifier, bias = manifest.make_verifier(folder), "lm_head_bias" in header
+        for name, (_, shape) in head_tensors(verifier, manifest.facts, bias).items():
+            if name not in header or header[name].shape != shape:
+                raise ValueError(f"{HEAD_FILE} has no {name} of {shape}")
+    except FileNotFoundError:
         raise UserError(
-            f"{path}: is damaged ({e}); delete it and run 03's command again, which writes it"
-            " without extracting again"
+            f"{folder / HEAD_FILE}: missing; delete {path} and run 03's command again"
         ) from None
-    verifier = manifest.make_verifier(folder)
-    if not (folder / HEAD_FILE).is_file():
-        raise UserError(f"{folder / HEAD_FILE}: missing; delete {path} and run 03's command again")
-    header = read_header(folder / HEAD_FILE)
-    for name, (_, shape) in head_tensors(
-        verifier, manifest.facts, "lm_head_bias" in header
-    ).items():
-        if name not in header or header[name].shape != shape:
-            raise UserError(
-                f"{folder / HEAD_FILE}: {name} is missing or not {shape}; delete {path} and run"
-                " 03's command again"
-            )
+    except (UserError, OSError, AttributeError, KeyError, TypeError, ValueError) as e:
+        raise UserError(
+            f"{path}: is damaged, or its file ({e}); delete it and run 03's command again, which"
+            " writes both without extracting again"
+        ) from None
+    return manifest
+
+
+KINDS: dict[str, tuple[type, ...]] = {
+    "name": (str,), "config": (dict,), "end_ids": (list,), "tokenizer": (str,), "verifier": (str,),
+    "verifier_weights": (str,), "facts": (dict,), "checksum": (str,), "dtype": (str,),
+    "tied": (bool,), "norm_eps": (float, int), "logit_scale": (float, int),
+    "soft_cap": (float, int, NoneType), "norm_kind": (str,),
+}  # fmt: skip
+
+
+def parse_manifest(found: dict[str, Any]) -> HeadManifest:
+    """verifier_head.json's content; KeyError, TypeError or ValueError where it is not that."""
+    if found.pop("format_version") != FORMAT_VERSION:
+        raise ValueError("of another version")
+    for key, value in (found | found["facts"]).items():
+        if not isinstance(value, KINDS.get(key, object)):
+            raise ValueError(f"{key} is {value!r}")
+    manifest = HeadManifest(**found | {"facts": HeadFacts(**found["facts"])})
+    if manifest.facts.norm_kind != "rms" or manifest.facts.dtype not in DTYPES:
+        raise ValueError(f"norm {manifest.facts.norm_kind}, dtype {manifest.facts.dtype}")
     return manifest
 
 
