@@ -1,6 +1,8 @@
 """Captured states against transformers, in any layout, and the row matching alone."""
 
+import os
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -98,6 +100,7 @@ def captured(smollm2, tokenizer, tmp_path_factory):
         ("granitemoehybrid", "residual; returns hidden and 1 more; embedding"),
     ],
 )
+@patch.dict(os.environ)  # which vLLM's engine changes, and the fork server must start without
 def test_families_that_call_their_layers_otherwise(family, said, tmp_path):
     """Layers before the last as transformers has them, within bfloat16, and no neighbour."""
     path = FAMILIES[family](tmp_path / "model")
